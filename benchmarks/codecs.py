@@ -1,9 +1,10 @@
-"""What each codec makes of TPC-H lineitem, column by column, and what `auto` chooses.
+"""Compression ratio and speed of each codec on TPC-H lineitem, and the choices of `auto`.
 
-Shards are made as a shuffle makes them: rows of one file that go to one worker, packed by the
-pandas adapter. Ratio and rates (raw bytes a second, one thread, warm) of every codec on every
-section; then, for links of several bandwidths, what the rule chooses and how long it predicts the
-shard to take, against raw bytes; then whole shards encoded and decoded by these choices, measured.
+The benchmark makes one shard as a shuffle makes it: rows of one file that go to one worker, packed
+by the pandas adapter. First it measures every codec on every section of the shard: the ratio, and
+raw bytes a second of one thread with warm memory. Then it asks the rule `auto` to choose codecs for
+links of several bandwidths. It encodes and decodes the whole shard with these choices, and compares
+the time with that of sending raw bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.frames.adapter import Packed, Selection
 from dask_gpurt.frames.pandas_ import PandasFrames
 
-#: Bytes a second: a cloud network, a good one, loopback or InfiniBand.
+#: Bytes a second of an ordinary cloud network, of a fast one, and of loopback or InfiniBand.
 LINKS = {"100 MB/s": 100e6, "1 GB/s": 1e9, "5 GB/s": 5e9}
 
 
@@ -51,7 +52,7 @@ def seconds(work: Any, repeats: int) -> float:
 
 
 def measure(raw: Bytes, itemsize: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Ratio and rates of each codec that makes these bytes fewer."""
+    """Return ratio and rates of each codec that makes these bytes smaller."""
     found = {}
     out = np.empty_like(raw)
     for codec in HOST_CODECS.values():
@@ -75,7 +76,7 @@ def measure(raw: Bytes, itemsize: int, repeats: int) -> dict[str, dict[str, floa
 def whole_shard(
     packed: Packed, sections: list[Section], choices: list[int], bandwidth: float, repeats: int
 ) -> dict[str, float]:
-    """A shard encoded and decoded by these choices, and what that makes of the link."""
+    """Encode and decode a shard with these codecs, and compare with sending it raw."""
     buffer = packed.buffer
     out = np.empty_like(buffer)
     encoded: Encoded = encode_shard(buffer, sections, choices)
@@ -83,7 +84,7 @@ def whole_shard(
     decode_s = seconds(lambda: decode_shard(encoded.parts, encoded.table, out), repeats)
     assert np.array_equal(out, buffer)
     wire_s = encoded.nbytes / bandwidth
-    # What raw bytes cost the receiver as well: one copy into memory of its own.
+    # The receiver copies raw bytes once, too, into memory of its own.
     copy_s = seconds(lambda: np.copyto(out, buffer), repeats)
     raw_s = max(buffer.nbytes / bandwidth, copy_s)
     return {
@@ -98,12 +99,12 @@ def whole_shard(
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--cache", help="where data sets are kept")
+    parser.add_argument("--cache", help="folder in which data sets are kept")
     parser.add_argument(
-        "--one-in", type=int, default=12, help="one in so many of a file's rows is in the shard"
+        "--one-in", type=int, default=12, help="the shard has one of this many rows of a file"
     )
     options = parser.parse_args()
-    # As on a worker while a shuffle runs: buffers between steps do not come from fresh pages.
+    # A worker that shuffles keeps freed pages, so that its buffers do not come from fresh ones.
     PageKeeper(2**30).acquire()
     lineitem = make_tpch(options.scale, options.cache, print) / "lineitem"
     packed, sections, key = make_shard(lineitem, options.one_in)

@@ -1,8 +1,8 @@
-"""Compression on a slow link: TPC-H lineitem shuffled between two hosts, `none` against `auto`.
+"""A shuffle of TPC-H lineitem between two hosts, with compression `none` and `auto` in turns.
 
-The hosts are network namespaces (`benchmarks.hosts`). The same cluster runs everything:
-`gpurt.shuffle.compression` is changed between runs, which take turns. Over Dask's connections, and
-over UCX where `ucxx` is installed; without a faster network, that is TCP as well.
+The hosts are network namespaces (`benchmarks.hosts`), with a slow link and then a fast one. One
+cluster runs everything; only `gpurt.shuffle.compression` changes between runs. Shards go over
+Dask's connections, and then over UCX if `ucxx` is installed. UCX uses TCP here.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dask_gpurt.demo.tpch_data import make_tpch
 def compare(
     client: Client, transport: str, link: str, inputs: Any, repeats: int, target: float
 ) -> Timing:
-    """`none` in the place of stock, `auto` in that of the runtime."""
+    """Time both settings in turns; the result has `none` as stock and `auto` as enabled."""
     name = f"{link}, {transport}"
     timing = Timing(name, 0, target=target)
 
     def once(compression: str) -> float:
         settings = {
             "gpurt.shuffle.compression": compression,
-            # The namespaces are of one machine, where memory would be shared instead.
+            # Both hosts are on one machine, so the runtime would choose shared memory.
             "gpurt.shuffle.transport": transport,
             "dataframe.shuffle.method": "p2p",
         }
@@ -63,7 +63,7 @@ def compare(
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    # To UCX too the namespaces are one host.
+    # UCX, too, would take both namespaces for one host and share memory.
     os.environ.setdefault("UCX_TLS", "tcp")
     ways = [way for way in ("comm", "ucx") if way != "ucx" or find_spec("ucxx") is not None]
     tables = make_tpch(0.5 * options.scale)
@@ -78,8 +78,8 @@ def main() -> None:
             for way in ways:
                 if options.only and options.only not in f"{name}, {way}":
                     continue
-                # To tell three hundredths apart takes more runs than to see what is twice as fast:
-                # the medians of 21 differ by up to seven from series to series.
+                # A difference of 3 % needs many more runs than a factor of two: medians of
+                # 21 runs differ by up to 7 % from one series to the next.
                 repeats = options.repeats * (1 if rate else 8)
                 timings.append(compare(client, way, name, lineitem, repeats, target))
     write_json(options.json, timings, sides={"stock_s": "none", "enabled_s": "auto"})

@@ -1,9 +1,9 @@
-"""Scheduler time for each decision about where a task goes, stock against the runtime.
+"""Scheduler time of each decision about the worker of a task, stock against the runtime.
 
-A real scheduler, with workers that are only its own records of them: no processes, no messages.
-Each case prepares tasks that can run. Timed is `waiting` to `processing`, which is the decision
-and the books that are kept of it, by the scheduler's own code; and the decision alone. Sides take
-turns on the same scheduler, placement being switched on and off, and every batch is put back.
+The scheduler is real. Its workers are only its own records of them, so there are no processes and
+no messages. Each case prepares tasks that can run. Two things are timed: the scheduler's transition
+from `waiting` to `processing`, which contains the decision, and the decision alone. Both sides use
+the same scheduler in turns, with placement on and off. After each batch its tasks are reset.
 
     python -m benchmarks.decisions --repeats 30
     python -m benchmarks.decisions --workers 100 --only joined
@@ -37,7 +37,7 @@ MB = 1_000_000
 
 
 class Bench:
-    """A scheduler with workers of which it has only the records."""
+    """A scheduler whose workers exist only in its own records."""
 
     def __init__(self, scheduler: Scheduler, n_workers: int) -> None:
         self.scheduler = scheduler
@@ -66,14 +66,14 @@ class Bench:
             host_info = scheduler.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
             host_info["addresses"].add(address)
             host_info["nthreads"] += ws.nthreads
-            # Or every task it is given is an error in the log, which takes longer than the task.
+            # Without this, stealing logs an error for every task, which takes longer than the task.
             stealing.add_worker(scheduler, address)
             self.workers.append(ws)
         for ws in self.workers:
             scheduler.check_idle_saturated(ws)
 
     def task(self, key: Any, needs: list[TaskState]) -> TaskState:
-        """A task that waits for nothing."""
+        """Add a task that can run at once."""
         ts = self.scheduler.new_task(key, Task(key, int), "waiting")
         ts.priority = (0, 1, len(self.scheduler.tasks))
         for dts in needs:
@@ -84,7 +84,7 @@ class Bench:
         return ts
 
     def result(self, key: Any, nbytes: int, *holders: WorkerState) -> TaskState:
-        """A result in the memory of some workers."""
+        """Add a task whose result is in the memory of these workers."""
         ts = self.task(key, [])
         ts.state = "memory"
         ts.set_nbytes(nbytes)
@@ -94,13 +94,13 @@ class Bench:
 
 
 def one_input(bench: Bench, i: int) -> TaskState:
-    """Its only input is on one worker, which has a thread to spare."""
+    """A task with one input, on a worker that has an idle thread."""
     home = bench.workers[i % len(bench.workers)]
     return bench.task(("one", i), [bench.result(("one-x", i), 8 * MB, home)])
 
 
 def two_inputs(bench: Bench, i: int) -> TaskState:
-    """Each of its inputs is on another worker."""
+    """A task with two inputs, on two workers."""
     n = len(bench.workers)
     places = bench.workers[i % n], bench.workers[(i * 7 + 1) % n]
     needs = [bench.result((f"two-{j}", i), (8 + j) * MB, ws) for j, ws in enumerate(places)]
@@ -108,7 +108,7 @@ def two_inputs(bench: Bench, i: int) -> TaskState:
 
 
 def eight_inputs(bench: Bench, i: int) -> TaskState:
-    """A step of a tree reduction."""
+    """A task with eight inputs, as in a tree reduction."""
     n = len(bench.workers)
     needs = [
         bench.result((f"eight-{j}", i), 8 * MB, bench.workers[(i * 7 + j * 11) % n])
@@ -118,7 +118,7 @@ def eight_inputs(bench: Bench, i: int) -> TaskState:
 
 
 def joined(bench: Bench, i: int) -> TaskState:
-    """Its output will be needed together with a result that is on another worker."""
+    """A task whose output will be needed together with a result on another worker."""
     n = len(bench.workers)
     x = bench.result(("joined-x", i), 8 * MB, bench.workers[i % n])
     y = bench.result(("joined-y", i), 8 * MB, bench.workers[(i * 7 + 1) % n])
@@ -128,7 +128,7 @@ def joined(bench: Bench, i: int) -> TaskState:
 
 
 def at_work(case: Callable[[Bench, int], TaskState]) -> Callable[[Bench, int], TaskState]:
-    """A case in which every worker has as much to do as it has threads, and a task more."""
+    """Change a case so that every worker already has one task more than it has threads."""
 
     def prepared(bench: Bench, i: int) -> TaskState:
         if i == 0:
@@ -147,7 +147,7 @@ def at_work(case: Callable[[Bench, int], TaskState]) -> Callable[[Bench, int], T
 
 
 def widely_held(bench: Bench, i: int) -> TaskState:
-    """One of its inputs is on every worker."""
+    """A task with two inputs, one of which is on every worker."""
     if i == 0:
         bench.result("everywhere", 8 * MB, *bench.workers)
     x = bench.result(("wide-x", i), 8 * MB, bench.workers[i % len(bench.workers)])
@@ -155,7 +155,7 @@ def widely_held(bench: Bench, i: int) -> TaskState:
 
 
 def root(bench: Bench, i: int) -> TaskState:
-    """One of very many without inputs; every second one belongs to the one before."""
+    """One of very many tasks without inputs; tasks 2n and 2n + 1 have a common dependent."""
     ts = bench.task(("root", i), [])
     if i % 2:
         bench.task(("pair", i), [ts, bench.scheduler.tasks["root", i - 1]])
@@ -174,7 +174,7 @@ CASES: list[Callable[[Bench, int], TaskState]] = [
 
 
 def decide(bench: Bench, tasks: list[TaskState]) -> float:
-    """Seconds for each task of the decision alone; of root tasks there is none to be had."""
+    """Return seconds of the decision for each task; 0 for root tasks, which have no decision."""
     scheduler = bench.scheduler
     if scheduler.is_rootish(tasks[0]):
         return 0.0
@@ -185,7 +185,7 @@ def decide(bench: Bench, tasks: list[TaskState]) -> float:
 
 
 def transition(bench: Bench, tasks: list[TaskState]) -> float:
-    """Seconds for each task of all of `waiting` to `processing`."""
+    """Return seconds of the transition from `waiting` to `processing` for each task."""
     scheduler = bench.scheduler
     began = time.perf_counter()
     for ts in tasks:
@@ -214,12 +214,12 @@ def compare(
     timed: Callable[[Bench, list[TaskState]], float],
     repeats: int,
 ) -> dict[str, float | None]:
-    """Microseconds for each task, either way, and the median of what they were to each other.
+    """Return microseconds for each task on both sides, and the median of the paired ratios.
 
-    Sides alternate within milliseconds: what else the machine does makes seconds half as long
-    again from one second to the next, but both sides of a pair alike.
+    Sides alternate within milliseconds. Other load on the machine can make one second half as fast
+    as the next, but it slows both sides of a pair alike.
     """
-    # By itself placement is for machines that are described.
+    # The runtime places tasks by cost only if the machines are described.
     topology = gpu_hosts(
         math.ceil(len(bench.workers) / WORKERS_PER_HOST), 0, nic_bandwidth=12e9, nvlink=False
     )
@@ -227,13 +227,13 @@ def compare(
     gc.disable()
     for repeat in range(repeats + 1):
         for side in ("stock", "gpurt") if repeat % 2 else ("gpurt", "stock"):
-            # A new one each time: nothing is decided twice, and at this size most pairs of
-            # workers come up for the first time.
+            # A new placement each time has no remembered decisions. In a real cluster of this
+            # size, most pairs of workers are seen for the first time, too.
             placement = None
             if side == "gpurt":
                 placement = Placement(bench.scheduler, "data-aware", topology)
-            # Before each side, not each pair: it leaves nothing of the tasks in the processor's
-            # caches, and whichever side came second would find there what the first had used.
+            # Collecting before each side, not each pair, clears the processor's caches of the
+            # tasks. Otherwise the second side would find there the data of the first.
             gc.collect()
             times[side].append(timed(bench, tasks))
             if placement is not None:
@@ -254,7 +254,7 @@ async def measure(n_workers: int, repeats: int, only: str | None) -> list[dict[s
             continue
         async with Scheduler(dashboard_address=":0", port=0) as scheduler:
             bench = Bench(scheduler, n_workers)
-            # As in production: the plugins that come with distributed, and no validation.
+            # Plugins of distributed are on and validation is off, as in production.
             n_tasks = 3 * scheduler.total_nthreads if case is root else N_TASKS
             tasks = [case(bench, i) for i in range(n_tasks)][:N_TASKS]
             if case is root:
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--only", choices=[case.__name__ for case in CASES])
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    # It would ask workers that are not there to drop what many of them have.
+    # The active memory manager would ask the workers, which do not exist, to drop copies.
     with dask.config.set({"distributed.scheduler.active-memory-manager.start": False}):
         found = asyncio.run(measure(options.workers, options.repeats, options.only))
     print(f"{options.workers} workers; microseconds a task (ratio at most {TARGET:g} wanted)")

@@ -1,12 +1,13 @@
 """Two clusters of real processes, one stock and one with the runtime on, timed in turns.
 
-How noise is handled: both clusters live for the whole run, inputs are in memory on both, each
-workload is run once untimed on both, then stock and enabled take turns, the one that goes first
-alternating, and medians are compared. Before each run what the last one left for the disk is
-written, as stock shuffles through files, and workers are given time to clear up, which they do when
-the client has its result already: the kernel and they would do it on the other side's time.
-A single time means nothing on a shared machine; the ratio
-of medians of interleaved runs does.
+A single time means little on a shared machine, so the figure to read is the ratio of medians. Noise
+is kept low as follows:
+
+- Both clusters live for the whole run, with the inputs in their memory.
+- Each workload runs once untimed on both sides. Then stock and enabled take turns, and the side
+  that goes first alternates.
+- Before each run, data that waits for the disk is written, because stock shuffles through files.
+  Workers also get time to free memory. Otherwise the next run, of the other side, would pay.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
 
-#: After each run. Nobody tells when workers have given their memory back.
+#: Pause after each run, because workers do not report when they have freed their memory.
 REST_S = 2.0
 
 
@@ -75,7 +76,7 @@ class Sides:
 
 @contextlib.contextmanager
 def stock_client(n_workers: int = 2, memory_limit: str | int = "auto") -> Iterator[Client]:
-    """Of worker processes of one thread, over tcp. Not the default one."""
+    """Start a stock cluster of one-thread worker processes over TCP; not the default client."""
     with dask.config.set({"gpurt.enabled": False}):
         cluster = LocalCluster(
             n_workers=n_workers,
@@ -92,7 +93,7 @@ def stock_client(n_workers: int = 2, memory_limit: str | int = "auto") -> Iterat
 
 @contextlib.contextmanager
 def two_clusters(n_workers: int = 2) -> Iterator[Sides]:
-    """A stock cluster and one with the runtime on; worker processes of one thread, over tcp."""
+    """Start a stock cluster and one with the runtime, of one-thread worker processes over TCP."""
     with stock_client(n_workers) as stock, stock_client(n_workers) as enabled:
         dask_gpurt.enable(enabled)
         yield Sides(stock, enabled)
@@ -125,7 +126,7 @@ def compare(
     timing = Timing(name, nbytes, target=target)
 
     def once(side: str, client: Client) -> float:
-        # p2p is what Dask picks with a client; spelled out because neither client is the default.
+        # Dask would not choose p2p by itself here, because neither client is the default one.
         with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
             return persisting_s(client, workload(inputs[side]))
 
@@ -153,7 +154,7 @@ def _nbytes(part: Any) -> int:
 
 
 def persisting_s(client: Client, collection: Any) -> float:
-    """Seconds until a collection is in the memory of the workers. It is let go again."""
+    """Return the seconds until workers hold a collection in memory; then release it."""
     began = time.perf_counter()
     result = client.persist(collection)
     wait(result)
@@ -164,14 +165,14 @@ def persisting_s(client: Client, collection: Any) -> float:
 
 
 def settle(client: Client) -> None:
-    """Wait until the cluster has let go of the last result, and the disk has what it wrote."""
+    """Wait until the cluster has released the last result and files are on the disk."""
     idle(client)
     os.sync()
     time.sleep(REST_S)
 
 
 def idle(client: Client) -> None:
-    """Wait until the cluster has let go of the last result."""
+    """Wait until the cluster has released the last result."""
 
     async def until_idle(dask_scheduler: Any) -> None:
         import asyncio
@@ -204,7 +205,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full data size")
-    parser.add_argument("--only", help="run the workloads whose name contains this")
+    parser.add_argument("--only", help="run only workloads with this in their name")
     parser.add_argument("--json", metavar="FILE", help="write timings and versions here")
     return parser
 

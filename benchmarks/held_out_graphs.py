@@ -1,7 +1,8 @@
-"""Graphs that placement was not tuned on: made by number, of shapes that the examples do not have.
+"""Generated task graphs that placement was not tuned on, for `benchmarks.simulated_placement`.
 
-A rule that is right for the examples alone shows here. Sizes and durations follow from the same
-`Scale`, and what is random follows from a seed.
+Their shapes differ from those of the example graphs. A placement rule that is good for the examples
+only is worse here. Sizes and durations follow from the same `Scale`; random choices follow from a
+seed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 
 
 class _Graph:
-    """Tasks in the order in which they are added."""
+    """A graph under construction: tasks in the order in which they are added."""
 
     def __init__(self) -> None:
         self.tasks: list[TaskModel] = []
@@ -29,28 +30,28 @@ class _Graph:
         *,
         is_source: bool = False,
     ) -> int:
-        """Add a task; its position is what others need it by."""
+        """Add a task and return its position, by which other tasks name it as an input."""
         key = StableStr(str((f"{name}-0", number)))
         self.tasks.append(TaskModel(key, needs, duration_s, int(nbytes), is_source))
         return len(self.tasks) - 1
 
     def sources(self, scale: Scale, count: int, name: str = "load") -> list[int]:
-        """Blocks out of nothing."""
+        """Add tasks that load a block each and have no inputs."""
         nbytes = scale.block_nbytes
         duration_s = nbytes / scale.load_rate
         return [self.add(name, i, (), duration_s, nbytes, is_source=True) for i in range(count)]
 
     def nbytes(self, *positions: int) -> int:
-        """Of results together."""
+        """Return the total size of the results of these tasks."""
         return sum(self.tasks[position].nbytes for position in positions)
 
     def workload(self, name: str, *wanted: int) -> Workload:
-        """All of it."""
+        """Return the finished graph; `wanted` are the positions of its outputs."""
         return Workload(name, tuple(self.tasks), wanted)
 
 
 def random_layers(scale: Scale, seed: int) -> Workload:
-    """Layers of tasks that need one to three of the layer before, near or far, of any size."""
+    """Layers of tasks of random sizes, which need one to three tasks of the layer before."""
     draw = random.Random(seed)
     graph = _Graph()
     count = scale.side**2
@@ -68,7 +69,7 @@ def random_layers(scale: Scale, seed: int) -> Workload:
 
 
 def uneven_map(scale: Scale, seed: int) -> Workload:
-    """Blocks that are loaded and worked on one by one, some for much longer than others."""
+    """Blocks that are loaded and processed one by one, with very different durations."""
     draw = random.Random(seed)
     graph = _Graph()
     nbytes = scale.block_nbytes

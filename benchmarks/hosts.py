@@ -1,8 +1,7 @@
-"""Hosts on one machine: network namespaces with a shaped link each, and a cluster across them.
+"""Several hosts imitated on one machine by network namespaces, and a cluster across them.
 
-The namespaces are joined by a bridge, and their links are shaped to a rate with tc's token bucket,
-so that what passes between two workers takes the time it would take on such a network. Needs root,
-`ip` and `tc`.
+A bridge joins the namespaces. A token bucket of `tc` limits each link to a rate. So a message
+between two workers takes as long as on a real network of that rate. This needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ def run(*command: str) -> None:
 
 @contextlib.contextmanager
 def hosts(n: int) -> Iterator[list[str]]:
-    """Network namespaces with an address each, on one bridge that this process is on, too."""
+    """Make network namespaces with one address each, on a bridge that this process can reach."""
     if os.geteuid():
         sys.exit("network namespaces need root")
     names = [f"gpurt-h{number}" for number in range(1, n + 1)]
     if os.path.exists(f"/sys/class/net/{BRIDGE}"):
         leftover = "; ".join(["ip link del " + BRIDGE, *(f"ip netns del {one}" for one in names)])
-        # Not taken away unasked: whoever uses it would lose its network in the middle of a run.
+        # We do not remove it ourselves: another run may be using it.
         sys.exit(
-            f"there is a network {BRIDGE} already: another run is under way, or was killed and left"
-            f" it behind; then take it away with `{leftover}`"
+            f"the network {BRIDGE} exists already: another run is using it, or was killed and left"
+            f" it behind; if no run is active, remove it with `{leftover}`"
         )
     with contextlib.ExitStack() as stack:
         run("ip", "link", "add", BRIDGE, "type", "bridge")
@@ -54,7 +53,7 @@ def hosts(n: int) -> Iterator[list[str]]:
 
 
 def shape(names: list[str], rate: str | None) -> None:
-    """Give every host's link a rate in both directions; None for as fast as it goes."""
+    """Limit every host's link to a rate in both directions; None removes the limit."""
     bucket = f"root tbf rate {rate} burst 256kb latency 100ms"
     for number, name in enumerate(names, 1):
         for where, device in ((["-n", name], "eth0"), ([], f"gpurt-v{number}")):
@@ -67,7 +66,7 @@ def shape(names: list[str], rate: str | None) -> None:
 
 @contextlib.contextmanager
 def cluster(names: list[str], workers_each: int = 1) -> Iterator[Client]:
-    """A scheduler here, and so many workers of one thread in each host."""
+    """Start a scheduler here, and `workers_each` workers of one thread on each host."""
     scheduler = {"cls": Scheduler, "options": {"host": f"{NETWORK}.254", "dashboard": False}}
     with SpecCluster(workers={}, scheduler=scheduler, silence_logs=50) as made:
         address = made.scheduler_address

@@ -1,10 +1,14 @@
-"""What the launch hook adds to a launch, with drivers that are fakes: no GPU is needed.
+"""Time that the launch hook adds to a kernel launch, measured with fake drivers and without a GPU.
 
-Two ways lead through the hook. A program that launches by itself calls `LaunchHook.launch`, and the
-driver is a Python object. CuPy calls the function that was put in the place of `cuLaunchKernel`:
-there the driver is a library with C's calling convention, and what is added has the way from C to
-Python in it, and back. Either is timed without the hook, outside of `shaped`, within it while no
-communication is pending, and while some is; the first is taken off from the others.
+A launch reaches the hook in one of two ways:
+
+- *by itself*: a program calls `LaunchHook.launch`, and the driver is a Python object.
+- *by CuPy*: CuPy calls the function that replaces `cuLaunchKernel`. The driver is a library with
+  C's calling convention, so the added time includes the call from C to Python and back.
+
+Each way is timed without the hook, and with the hook in three modes: outside of `shaped`, inside it
+with no communication pending, and inside it with communication pending. The time without the hook
+is subtracted from the others.
 
     python -m benchmarks.launch_overhead --repeats 15
 """
@@ -33,7 +37,7 @@ from dask_gpurt.devices.occupancy.shaping import (
 N_LAUNCHES = 20_000
 TARGET_US = 3.0
 THREADS = 256
-#: The modes, and whether communication is pending; None where nothing is to be shaped.
+#: Whether communication is pending in each mode; None is outside of `shaped`.
 PENDING: dict[str, bool | None] = {"outside": None, "nothing pending": False, "shaped": True}
 
 INT, UINT, POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
@@ -42,7 +46,7 @@ MAX_THREADS, REGISTERS = 0, 4
 
 
 class Driver:
-    """Makes no launch."""
+    """A fake driver whose launches do nothing."""
 
     def attributes(self, kernel: Hashable) -> KernelAttributes:
         return KernelAttributes(32, 0, 1024, 48 << 10)
@@ -57,10 +61,10 @@ class Driver:
 
 
 class Library:
-    """The same with the functions of `libcuda`, to be called from C.
+    """A fake driver with the functions of `libcuda`, to be called from C.
 
-    The two that each launch may call are a function of C's that returns at once: the status is its
-    first argument, and that is 0. In Python they would take longer than what is measured.
+    A launch may call two of them. Both are the C function `abs` here, which returns its argument 0,
+    the status of success. Written in Python they would take longer than the measured time.
     """
 
     def __init__(self) -> None:
@@ -76,14 +80,14 @@ class Library:
         return 0
 
 
-#: Launches once.
+#: Launches a kernel once.
 Launch = Callable[[], object]
 #: The only kernel there is, and its shape.
 KERNEL, BLOCK = None, (THREADS, 1, 1)
 
 
 def by_itself() -> tuple[LaunchHook, Launch, Launch]:
-    """A program's launches: the hook, without it, with it."""
+    """Return the hook, and a program's launch without it and with it."""
     driver = Driver()
     hook = LaunchHook(driver, enabled=True)
     grid = (1, 1, 1)
@@ -95,7 +99,7 @@ def by_itself() -> tuple[LaunchHook, Launch, Launch]:
 
 
 def by_cupy() -> tuple[LaunchHook, Launch, Launch]:
-    """The same of CuPy's, which have the address of a function and call that."""
+    """Return the hook, and launches as CuPy makes them: it calls the address of a function."""
     library = Library()
     plain = LAUNCH(ctypes.cast(library.cuLaunchKernel, POINTER).value or 0)
     launches = Launches(library)
@@ -107,7 +111,7 @@ def by_cupy() -> tuple[LaunchHook, Launch, Launch]:
 
 
 def took_us(launch: Launch) -> float:
-    """Microseconds of a launch, in a row of very many."""
+    """Return the mean microseconds of a launch, over many in a row."""
     began = time.perf_counter()
     for _ in range(N_LAUNCHES):
         launch()
@@ -115,7 +119,7 @@ def took_us(launch: Launch) -> float:
 
 
 def measure(way: Callable[[], tuple[LaunchHook, Launch, Launch]], repeats: int) -> dict[str, float]:
-    """Microseconds without the hook, and what each mode adds; medians of series in turns."""
+    """Return median microseconds of a launch without the hook, and those that each mode adds."""
     hook, plain, hooked = way()
     planner = Planner(SM90, leave=2)
     plain_us: list[float] = []
@@ -128,10 +132,10 @@ def measure(way: Callable[[], tuple[LaunchHook, Launch, Launch]], repeats: int) 
                 if pending is not None:
                     entered.enter_context(shaped(planner, partial(bool, pending), hook))
                 more_us[mode].append(took_us(hooked) - least_us)
-                # That is what was timed: launches in that mode, and no other.
+                # Check that the timed launches were in this mode.
                 is_shaped = hook.dynamic_nbytes(KERNEL, BLOCK, 0) > 0
                 assert is_shaped == bool(pending), (mode, hook.decisions())
-    # The first of each made the decision.
+    # The first series is dropped, because the hook made its decisions there.
     found = {mode: statistics.median(all_[1:]) for mode, all_ in more_us.items()}
     return {"no hook": statistics.median(plain_us[1:]), **found}
 

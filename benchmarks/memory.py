@@ -1,9 +1,9 @@
-"""Peak memory of a worker while it shuffles 1 GB whose input is made, not held.
+"""Peak memory of a worker while it shuffles 1 GB, stock against the runtime.
 
-The kernel's own high-water mark of each worker process is read (`VmHWM`), after it was reset at
-the start of the run, so that nothing between two samples is missed. Outputs stay in memory, as
-after `persist`. Each side runs on a fresh cluster each time, since memory that a process once had
-tends to stay with it.
+The input is in memory before, or is made on the way. Outputs stay in memory, as after `persist`.
+The peak is the kernel's high-water mark of each worker process (`VmHWM`), so that no short peak is
+missed. It is reset at the start of the run. Each run has a fresh cluster, because processes tend to
+keep memory that they once had.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.shuffle import frame, numbers_part
 
 
 def reset_peak() -> int:
-    """Forget the high-water mark; returns what is resident now, in bytes."""
+    """Reset the high-water mark, and return the bytes of memory in use now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -38,12 +38,12 @@ def _status(field: str) -> int:
 
 
 def once(enabled: bool, rows: int, hold_input: bool) -> float:
-    """Highest growth of any worker during one shuffle, in bytes."""
+    """Run one shuffle; return the largest growth of a worker's memory in bytes."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(silence_logs=50, **options) as cluster, Client(cluster) as client:
         if enabled:
             dask_gpurt.enable(client)
-        # The code a shuffle needs is loaded before: it is not what is measured.
+        # A small shuffle loads the code, whose memory is not to be measured.
         frame(numbers_part, 2, 1000)[0].shuffle("key").n.sum().compute()
         (data,) = frame(numbers_part, 32, rows)
         if hold_input:

@@ -1,18 +1,20 @@
-"""What it is worth that tasks go on while shuffled data is sent: two hosts, 200 MB/s between them.
+"""Seconds of a program with and without `gpurt.shuffle.overlap`, on two hosts with 200 MB/s.
 
-A program like TPC-H's query 9 without its filter, which would leave nothing to send: lineitem is
-joined with partsupp and with orders, each by a shuffle of both sides, and every joined partition is
-computed with. It runs with `gpurt.shuffle.overlap` on and off in turns, on one cluster over two
-hosts (`benchmarks.hosts`): idle workers of a second one would take time of the two cores, of which
-the side that overlaps has least to spare. Stock Dask follows, on a cluster of its own. Every worker
-has one thread. The tables are in memory, and then once more in files, in partitions of a few
-megabytes: what overlaps with the sending of one partition is the work on the next.
+With the setting, tasks go on while shuffled data is sent. Without it, a task that hands in a
+partition ends only when its receivers have all of it. Even then, a worker receives and decodes the
+data of its peer while it computes.
 
-Off, a task that hands a partition in ends when its receivers have all of it. What stays side by
-side even then is that a worker takes in and decodes what its peer sends while it computes itself.
+The program is like TPC-H's query 9 without its filter, which would leave little data to send.
+It joins lineitem with partsupp and with orders, each by a shuffle of both sides, and computes with
+every joined partition. The tables are in memory first, and in files in a second part. Partitions
+have a few megabytes, because the sending of one partition overlaps with work on the next.
 
-The ledgers of the workers say what each run was made of, and with that how much of what could have
-gone on at the same time did: (sum of parts - measured) / (sum of parts - longest part).
+Runs with and without overlap take turns on one cluster over two hosts (`benchmarks.hosts`). A
+second cluster would take time of the processor's cores even when idle. Stock Dask runs afterwards,
+on a cluster of its own. Every worker has one thread.
+
+The workers' ledgers give the time of each part of a run. From that follows the efficiency of the
+overlap: (sum of parts - measured) / (sum of parts - longest part).
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ from dask_gpurt.devices.ledger import LedgerEntry, overlap
 
 #: 200 MB/s.
 RATE = "1600mbit"
-#: On off's time, at most.
+#: Highest time with overlap that is wanted, as a share of the time without.
 TARGET = 0.75
 SETTINGS = {
-    # The namespaces are of one machine, where memory would be shared instead.
+    # Both hosts are on one machine, so the runtime would choose shared memory.
     "gpurt.shuffle.transport": "comm",
     "dataframe.shuffle.method": "p2p",
 }
 OVERLAP = {"on": True, "off": False}
-#: Of one run of the program.
+#: Shuffles in one run of the program.
 N_SHUFFLES = 4
 N_PARTITIONS = {"lineitem": 32, "partsupp": 8, "orders": 16}
 COLUMNS = {
@@ -64,7 +66,7 @@ COLUMNS = {
 
 
 def profits(joined: pd.DataFrame) -> pd.DataFrame:
-    """The computation of one partition: profit by supplier and year."""
+    """Compute the profit by supplier and year in one partition."""
     price = joined.l_extendedprice * (1 - joined.l_discount)
     profit = price - joined.ps_supplycost * joined.l_quantity
     made = pd.DataFrame(
@@ -88,19 +90,22 @@ def query(tables: dict[str, dd.DataFrame]) -> dd.DataFrame:
 
 
 def entries_since(dask_worker: Worker, began_s: float) -> list[tuple[Any, ...]]:
-    """What a worker did since, as plain values; by the clock of all processes of this machine."""
+    """Return a worker's ledger entries since `began_s`, as plain values.
+
+    All processes of this machine have the same clock, so the client's time can be compared.
+    """
     from dask_gpurt.plugins.worker import runtime_of
 
     return [tuple(one) for one in runtime_of(dask_worker).ledger.entries() if one.end_s > began_s]
 
 
 def processor_s(client: Client) -> float:
-    """Processor time of workers, scheduler and client, since they began."""
+    """Return the processor time of workers, scheduler and client since their start."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
 def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
-    """Seconds, and what the workers' ledgers say about them."""
+    """Run the program once; return its seconds, and their parts by the workers' ledgers."""
     with client.as_current(), dask.config.set(SETTINGS):
         collection = query(inputs)
         used_s, began_s = processor_s(client), time.perf_counter()
@@ -129,20 +134,20 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
 
 
 def split(directory: Path, into: Path) -> None:
-    """Write each table as the files that its partitions are read from."""
+    """Write each table into files, one for each partition."""
     for name, columns in COLUMNS.items():
         table = dd.read_parquet(directory / name, columns=columns)
         table.repartition(npartitions=N_PARTITIONS[name]).to_parquet(into / name)
 
 
 def read(client: Client, files: Path) -> dict[str, dd.DataFrame]:
-    """The tables as they lie in their files."""
+    """Return the tables as Dask collections that are read from files."""
     with client.as_current():
         return {name: dd.read_parquet(files / name) for name in COLUMNS}
 
 
 def hold(client: Client, files: Path) -> dict[str, dd.DataFrame]:
-    """The tables in the memory of the workers."""
+    """Return the tables, held in the memory of the workers."""
     tables = read(client, files)
     with client.as_current():
         held = dict(zip(tables, client.persist(list(tables.values())), strict=True))
@@ -171,7 +176,7 @@ def line(side: str, runs: list[dict[str, Any]], off_s: float) -> str:
 
 
 def sent(client: Client) -> str:
-    """What the last run's shuffles sent, and the share of it that was on the wire."""
+    """Return a text with the bytes that the last run sent, and their share after compression."""
     shuffles = dask_gpurt.status(client)["shuffles"][-N_SHUFFLES:]
     sent_nbytes, wire_nbytes = (
         sum(one[name] for one in shuffles) for name in ("sent_nbytes", "wire_nbytes")
@@ -182,7 +187,7 @@ def sent(client: Client) -> str:
 def in_turns(
     client: Client, inputs: dict[str, dd.DataFrame], repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run with overlap and without, the order alternating. The first run of each is not counted."""
+    """Run with and without overlap, in alternating order; the first run of each does not count."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in OVERLAP}
     wire = {}
     order = list(OVERLAP)

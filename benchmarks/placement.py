@@ -1,17 +1,16 @@
-"""Bytes that four local workers receive, and how long they take, where tasks are placed by the
-runtime and where stock Dask places them.
+"""Bytes that four local workers receive, and seconds, with stock placement and the runtime's.
 
-The eight graphs of `dask_gpurt.simulate.examples`, on real arrays and tables. Graphs are not
-optimized: sources are tasks of their own and stand for files, or for what was persisted. Shuffles
-are made of tasks on both sides, so that all bytes take the same way and placement is all that
-differs. Sides take turns; ratios are of medians.
+The eight graphs are those of `dask_gpurt.simulate.examples`, with real arrays and tables. Graphs
+are not optimized, so sources are tasks of their own; they stand for files or persisted data.
+Shuffles are made of tasks on both sides, so that only placement differs. Sides take turns, and
+ratios are those of medians.
 
     python -m benchmarks.placement --repeats 5
     python -m benchmarks.placement --scale 0.1 --repeats 1 --only "a + b"
     python -m benchmarks.placement --rate 800mbit
 
-With a rate, workers are two by two on two hosts (`benchmarks.hosts`) with a link of that rate each,
-and what the runtime is told of them is that.
+With `--rate`, there are two workers on each of two hosts (`benchmarks.hosts`). Each host has a link
+of that rate, and the runtime gets a description of hosts and links.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from benchmarks.hosts import NETWORK, cluster, hosts, shape
 
 #: Blocks along an edge of a matrix; tables have as many partitions as a matrix has blocks.
 SIDE = 8
-#: Ratios to stock that are wanted.
+#: Highest ratios to stock that are wanted.
 BYTES_TARGET, WORST_BYTES_TARGET, WALL_TARGET, SHAPED_WALL_TARGET = 0.6, 1.05, 1.0, 0.6
 N_WORKERS = 4
 
 
 def matrix(edge: int, seed: int, side: int = SIDE) -> Any:
-    """Random numbers in blocks."""
+    """Return a square matrix of random numbers, in square blocks."""
     length = side * edge
     return da.random.default_rng(seed).random((length, length), chunks=(edge, edge))
 
 
 def part(number: int, column: str, rows: int, keys: int) -> pd.DataFrame:
-    """A partition of a table."""
+    """Return a partition of a table."""
     rng = np.random.default_rng([number, len(column)])
     return pd.DataFrame({"key": rng.integers(0, keys, rows), column: rng.random(rows)})
 
 
 def table(column: str, partitions: int, rows: int, keys: int) -> Any:
-    """A table whose partitions are made by tasks."""
+    """Return a table whose partitions are made by tasks."""
     make = partial(part, column=column, rows=rows, keys=keys)
     return dd.from_map(make, list(range(partitions)), meta=part(0, column, 1, keys))
 
@@ -129,7 +128,7 @@ GRAPHS: dict[str, Callable[[int], Any]] = {
 
 
 def received_nbytes(client: Client) -> int:
-    """Bytes of results that workers have received since they were started."""
+    """Return the bytes of results that workers have received since their start."""
 
     def total(dask_worker: Any) -> int:
         return int(sum(one["total"] for one in dask_worker.transfer_incoming_log))
@@ -138,7 +137,7 @@ def received_nbytes(client: Client) -> int:
 
 
 def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, int]:
-    """Seconds until a graph is computed, and bytes that were received for it."""
+    """Compute a graph once; return its seconds, and the bytes that workers received."""
     with (
         client.as_current(),
         dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": client.get}),
@@ -157,7 +156,7 @@ def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, 
 
 @contextlib.contextmanager
 def two_hosts(rate: str) -> Iterator[Sides]:
-    """Two clusters over the same two hosts; the runtime is on on one and knows of the rate."""
+    """Start two clusters over the same two hosts; one has the runtime, which knows the rate."""
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(2))
         one, other = (stack.enter_context(cluster(names, N_WORKERS // 2)) for _ in range(2))
@@ -192,7 +191,7 @@ def description(names: list[str], rate: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = arguments((__doc__ or "").replace("\n", " "))
-    parser.add_argument("--rate", help="of each host's link, in mbit as tc takes it")
+    parser.add_argument("--rate", help="rate of each host's link, such as 800mbit")
     options = parser.parse_args()
     edge = max(8, int(1000 * options.scale**0.5))
     rows: list[dict[str, Any]] = []
@@ -215,7 +214,7 @@ def main() -> None:
                     statistics.median(one[i] for one in seen[side]) for side in ("enabled", "stock")
                 )
                 row[what] = {side: [one[i] for one in seen[side]] for side in seen}
-                # Of logarithms, nothing received cannot be the mean: it counts as a hundredth.
+                # A geometric mean must not contain 0, so a run that receives nothing is 0.01.
                 row[f"{what}_ratio"] = max(mine / stock, 0.01) if stock else 1.0 + mine
             rows.append(row)
             print(

@@ -1,4 +1,7 @@
-"""Array rechunks: rows to columns, slabs of time to pencils and back, and many small pieces."""
+"""Seconds of array rechunks, stock against the runtime.
+
+The cases are rows to columns, slabs of time to pencils and back, and many small pieces.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ def array(shape: tuple[int, ...], chunks: tuple[int, ...]) -> list[Any]:
 
 
 def rechunked(chunks: tuple[int, ...], merge: str) -> Any:
-    """A workload: to these chunks, after input chunks were merged up to this size.
+    """Make a workload that rechunks to `chunks`, with `merge` as Dask's `array.chunk-size`.
 
-    Dask merges small input chunks by ordinary tasks before a P2P rechunk, up to the size it aims
-    at for any chunk. That is the same work on both sides.
+    Before a P2P rechunk, Dask merges small input chunks up to that size, by ordinary tasks. This
+    work is the same on both sides.
     """
 
     def workload(inputs: list[Any]) -> Any:
@@ -31,7 +34,10 @@ def rechunked(chunks: tuple[int, ...], merge: str) -> Any:
 
 
 def floor(rows: int, columns: int, n_chunks: int) -> float:
-    """The three passes in plain NumPy, one process, warm memory: what two workers divide."""
+    """Return seconds of the three copies in plain NumPy, in one process with warm memory.
+
+    In a rechunk, two workers share this work.
+    """
     height, width = rows // n_chunks, columns // n_chunks
     chunk = np.random.default_rng(7).random((height, columns))
     shards = np.zeros((n_chunks, height, width))

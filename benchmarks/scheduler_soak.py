@@ -1,9 +1,9 @@
-"""Fifty thousand small tasks through a real scheduler: how many a second, and what is left behind.
+"""Throughput and memory growth of a real scheduler with fifty thousand small tasks.
 
-A scheduler and its workers in this process, connected over `inproc://`, so that next to nothing but
-scheduling takes time. Placement is switched on and off in turns, on the same scheduler. A round
-submits every task, waits for all, and lets go of them; then the process's memory is read, with
-what the allocator keeps given back.
+Scheduler and workers are in this process and connected over `inproc://`, so that nearly all time is
+spent on scheduling. Rounds with and without placement take turns on the same scheduler. A round
+submits every task, waits for all, and releases them. Then the allocator returns free memory to the
+system, and the process's memory is read.
 
     python -m benchmarks.scheduler_soak --rounds 6
     python -m benchmarks.scheduler_soak --tasks 2000 --rounds 2
@@ -25,7 +25,7 @@ from distributed import Client, Scheduler, Worker, wait
 from benchmarks.harness import write_json
 from dask_gpurt.plugins.placement.placer import Placement
 
-#: Throughput with placement, to throughput without.
+#: Lowest throughput with placement that is wanted, as a share of the throughput without.
 TARGET = 0.97
 
 
@@ -35,13 +35,15 @@ def start(i: int) -> int:
 
 
 def follow(one: int, other: int) -> int:
-    """A task with two."""
+    """A task with two inputs."""
     return one + other
 
 
 async def one_round(client: Client, n_tasks: int, number: int) -> tuple[float, float]:
-    """Seconds, and those of the processor, that half as many roots take, and as many that need two
-    of them."""
+    """Run one round; return its seconds and its processor seconds.
+
+    Half of the tasks have no inputs. Each of the others needs two of them.
+    """
     half = n_tasks // 2
     began, worked = time.perf_counter(), time.process_time()
     roots = client.map(start, range(half), key=f"start-{number}", pure=False)
@@ -58,14 +60,14 @@ async def one_round(client: Client, n_tasks: int, number: int) -> tuple[float, f
 
 
 def memory_nbytes() -> int:
-    """Of this process, without what the allocator could give back."""
+    """Return the memory of this process, after the allocator has returned free memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 
 
 async def soak(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
-    """Rounds of either side, in turns."""
+    """Run rounds of both sides in turns."""
     found: dict[str, Any] = {"tasks": n_tasks, "workers": n_workers}
     times: dict[str, list[float]] = {"stock": [], "gpurt": []}
     work: dict[str, list[float]] = {"stock": [], "gpurt": []}
@@ -106,7 +108,7 @@ async def soak(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
 
 
 async def keep_on(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
-    """Rounds with one placement throughout, for what it keeps of tasks that are gone."""
+    """Run all rounds with one placement, to see whether it keeps data of finished tasks."""
     async with Scheduler(protocol="inproc://", dashboard_address=None, port=0) as scheduler:
         workers = [await Worker(scheduler.address, nthreads=2) for _ in range(n_workers)]
         async with Client(scheduler.address, asynchronous=True) as client:
@@ -120,14 +122,14 @@ async def keep_on(n_tasks: int, rounds: int, n_workers: int) -> dict[str, Any]:
             placement.close()
         for worker in workers:
             await worker.close()
-    # The first round fills what is bounded: the log, the sizes, the paths.
+    # The first round does not count: it fills records of bounded size, such as the log.
     return {"memory_nbytes": memory, "grown_nbytes": memory[-1] - memory[1]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", type=int, default=50_000)
-    parser.add_argument("--rounds", type=int, default=6, help="of each side")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of each side")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""What a sending task does with one partition of numbers, step by step, in one process.
+"""Seconds of each step of a shuffle task that sends one partition of numbers, in one process.
 
-Partitions and the memory that shards go into are turned over, so that both are as cold as a task
-finds them. Rows are gathered as they are in a shuffle, and in turns with that without reading
-columns ahead and without blocks of rows.
+Several partitions, and several memories for shards, take turns, so that caches are as cold as in a
+real task. Rows are gathered in two ways in turns: as in a shuffle, and then with neither columns
+read ahead nor blocks of rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dask_gpurt.shuffle.plan import ExchangePlan, cut_shards
 
 #: Rows of a partition, and output partitions.
 CASES = [(1_000_000, 8), (1_000_000, 32), (1_000_000, 128), (1_000_000, 512), (4_000_000, 32)]
-#: Rows of all partitions that take turns: 32 bytes each, several times what a cache holds.
+#: Rows of all partitions that take turns. With 32 bytes each, they are larger than any cache.
 ROWS_IN_TURN = 8_000_000
 
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Columns are neither read ahead nor gathered in blocks."""
+    """Gather columns without reading them ahead, and without blocks of rows."""
     with (
         mock.patch.object(gather, "_READ_AHEAD_ROWS", range(0)),
         mock.patch.object(gather, "BLOCK_ROWS", 1 << 62),
@@ -42,7 +42,7 @@ def plainly() -> Iterator[None]:
 
 
 class ShardMemory:
-    """Memory for the shards of one partition, used again and again."""
+    """Memory for the shards of one partition, which is reused."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, np.ndarray] = {}
@@ -58,7 +58,7 @@ class ShardMemory:
 
 
 def measure(rows: int, n_outputs: int, repeats: int) -> dict[str, float]:
-    """Median seconds of each step."""
+    """Return the median seconds of each step."""
     plan = ExchangePlan({number: "ab"[number % 2] for number in range(n_outputs)})
     frames = [numbers_part(seed, rows) for seed in range(max(2, ROWS_IN_TURN // rows))]
     memory = [ShardMemory() for _ in frames]
@@ -92,7 +92,7 @@ def measure(rows: int, n_outputs: int, repeats: int) -> dict[str, float]:
         once(number, "unused")
     taken_s.clear()
     for number in range(repeats * len(frames)):
-        # Partitions of their own, so that neither finds what the other has just read.
+        # The ways use different partitions, so that neither finds the other's data in a cache.
         once(2 * number, "gather")
         with plainly():
             once(2 * number + 1, "gather plainly")
@@ -101,7 +101,7 @@ def measure(rows: int, n_outputs: int, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    # As in a worker while shuffles run: temporaries are not mapped afresh each time.
+    # A worker that shuffles keeps freed pages, so that temporaries are not mapped each time.
     PageKeeper(1 << 30).acquire()
     found = []
     for rows, n_outputs in CASES:

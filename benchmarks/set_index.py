@@ -1,4 +1,4 @@
-"""`set_index` on an unsorted key, divisions computed as Dask does by default."""
+"""Seconds of `set_index` on an unsorted key, with Dask's default divisions, on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""DataFrame shuffle: numbers, mixed types, and many output partitions."""
+"""Seconds of DataFrame shuffles, stock against the runtime.
+
+The cases have numbers only, mixed types, or many output partitions.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ def frame(part: Any, npartitions: int, rows: int) -> list[Any]:
 
 
 def floor(npartitions: int, rows: int, npartitions_out: int) -> float:
-    """The three passes in plain NumPy, one process, warm memory: what two workers divide."""
+    """Return seconds of the three copies in plain NumPy, in one process with warm memory.
+
+    In a shuffle, two workers share this work.
+    """
     parts = [numbers_part(seed, rows).to_numpy().T.copy() for seed in range(npartitions)]
     width = len(parts[0])
     keys = [part[0].astype(np.int64) % npartitions_out for part in parts]

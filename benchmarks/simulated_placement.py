@@ -1,14 +1,15 @@
 """Makespans of simulated computations, with stock placement and with a policy, on three machines.
 
-distributed's own scheduler drives modelled workers in virtual time, so there is no noise: stock
-against stock is a ratio of exactly 1, which is checked. But which of two tasks ends a microsecond
-earlier decides what comes after, and a single run says little: each is drawn several times, with
-tasks a little shorter or longer, the same on both sides. What is shown is the median of the ratios.
+distributed's own scheduler drives modelled workers in virtual time. Runs are deterministic:
+`--policy stock` checks that two runs of stock are equal. But a microsecond can change the order of
+two tasks, and with it the rest of a run, so one run says little. Each graph is simulated several
+times, with tasks a little shorter or longer, in the same way on both sides. The result is the
+median of the ratios.
 
-The one thing measured is the processor time that the scheduler takes, on one machine of as many
-workers as `--workers` says.
+With `--workers`, the benchmark measures real processor time of the scheduler instead, on one
+machine with that many workers.
 
-See docs/simulator.md for what is modelled.
+docs/simulator.md describes the models.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins, matmul, stencil
 from dask_gpurt.simulate.result import Result
 from dask_gpurt.simulate.workload import Workload
 
-#: Each machine with examples that fit it: about four blocks for each worker, at a GPU's and at a
-#: processor's rates.
+#: Machines, each with a scale of examples that fits it: about four blocks for each worker, and the
+#: rates of GPUs or of processors.
 MACHINES: tuple[tuple[Callable[[], ClusterModel], Scale], ...] = (
     (nvlink_hosts, Scale(side=16, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (pcie_gpus, Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (one_slow_nic, Scale(side=12, block_nbytes=100_000_000, load_rate=0.5e9, rate=2e9)),
 )
 
-#: Share of its duration by which a task may be shorter or longer in a draw.
+#: Largest change of a task's duration in a draw, as a share of the duration.
 JITTER = 1e-3
 
 
 def stock(machine: ClusterModel) -> Install | None:
-    """Nothing is installed."""
+    """Install nothing: stock Dask."""
     return None
 
 
 def data_aware(machine: ClusterModel) -> Install:
-    """The policy of `gpurt.placement`, told of the machine."""
+    """Install the policy of `gpurt.placement`, with a description of the machine."""
     from dask_gpurt.plugins.placement.placer import Placement
 
     def install(scheduler: Scheduler) -> None:
@@ -66,7 +67,7 @@ def data_aware(machine: ClusterModel) -> Install:
 
 
 def data_aware_untold(machine: ClusterModel) -> Install:
-    """The same, which has to learn of the links by what workers measure."""
+    """Install the same policy without a description; it learns the links from measurements."""
     from dask_gpurt.plugins.placement.placer import Placement
 
     def install(scheduler: Scheduler) -> None:
@@ -84,7 +85,7 @@ POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
 
 @dataclass
 class Row:
-    """One example on one machine, drawn several times, both ways each time."""
+    """Results of one example on one machine: several draws, each with stock and with the policy."""
 
     machine: str
     workload: str
@@ -94,7 +95,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Of makespans, the least first."""
+        """Ratios of makespans, policy to stock, in ascending order."""
         pairs = zip(self.policy, self.stock, strict=True)
         return sorted(policy.makespan_s / stock.makespan_s for policy, stock in pairs)
 
@@ -131,7 +132,7 @@ def _median(results: list[Result], what: str) -> float:
 
 
 def drawn(model: Workload, number: int) -> Workload:
-    """One of the runs that are as likely as one another: each task a little shorter or longer."""
+    """Return the workload with each task a little shorter or longer; `number` is the seed."""
     draw = random.Random(number)
     return replace(
         model,
@@ -143,7 +144,7 @@ def drawn(model: Workload, number: int) -> Workload:
 
 
 def compare(model: Workload, machine: ClusterModel, policy: str, draws: int) -> Row:
-    """The same workload on the same machine, both ways."""
+    """Simulate a workload on a machine with stock placement and with the policy."""
     row = Row(machine.name, model.name, len(model.tasks), [], [])
     for number in range(1, draws + 1):
         run = drawn(model, number)
@@ -159,7 +160,7 @@ def compare(model: Workload, machine: ClusterModel, policy: str, draws: int) -> 
 
 
 def compare_all(policy: str, only: str, share: float, seeds: int, draws: int) -> list[Row]:
-    """Every example on every machine, or every held-out graph with so many seeds."""
+    """Compare every example on every machine, or every held-out graph if there are seeds."""
     rows: list[Row] = []
     for machine, models in _examples(only, share, seeds):
         print(f"{machine.name}, {policy} against stock", flush=True)
@@ -171,7 +172,7 @@ def compare_all(policy: str, only: str, share: float, seeds: int, draws: int) ->
     return rows
 
 
-#: What happens to the first worker, at a time.
+#: Incidents of the first worker by name; each takes its address and a time.
 INCIDENTS: dict[str, Callable[[str, float], Incident]] = {
     "slow": lambda address, at_s: ChangesSpeed(address, at_s, speed=0.2),
     "gone": Dies,
@@ -179,7 +180,7 @@ INCIDENTS: dict[str, Callable[[str, float], Incident]] = {
 
 
 def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
-    """Every example on every machine, with one worker in trouble at two fifths of the way."""
+    """Simulate every example with an incident of one worker after 40 % of the healthy makespan."""
     found = []
     for machine, models in _examples(only, share):
         print(f"{machine.name}, {policy}, one worker in trouble", flush=True)
@@ -212,7 +213,7 @@ def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
 def _examples(
     only: str, share: float, seeds: int = 0
 ) -> Iterator[tuple[ClusterModel, list[Workload]]]:
-    """Machines, each with the graphs that fit it; `share` of the blocks along an edge."""
+    """Yield each machine with its graphs; `share` scales the number of blocks along an edge."""
     for make_machine, scale in MACHINES:
         machine = make_machine()
         side = max(2, round(scale.side * share))
@@ -233,7 +234,7 @@ def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
     print(f"{machine.name}: scheduler time, {policy} against stock", flush=True)
     found: dict[str, Any] = {"workers": len(machine.workers), "policy": policy, "workloads": {}}
     for example in EXAMPLES:
-        # About four blocks a worker; fewer where there are many tasks a block.
+        # There are about four blocks for each worker, or fewer if a block has many tasks.
         share = {matmul: 0.63, stencil: 0.5, joins: 0.38}.get(example, 1.0)
         model = example(
             Scale(side=round(share * edge), block_nbytes=100_000_000, load_rate=1e9, rate=20e9)
@@ -241,13 +242,13 @@ def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
         taken: dict[str, list[float]] = {"stock": [], "policy": []}
         for _ in range(repeats):
             for side, name in (("stock", "stock"), ("policy", policy)):
-                # Or the garbage of what is simulated would be looked for in the scheduler's time.
+                # Otherwise garbage of the simulation would be collected in the scheduler's time.
                 gc.collect()
                 gc.disable()
                 result = simulate(model, machine, POLICIES[name](machine))
                 gc.enable()
                 taken[side].append(result.scheduler_s_per_task)
-        # One after the other, since seconds of one run to the next differ by a third.
+        # Ratios are of neighbouring runs, because load on the machine changes times by a third.
         ratio = statistics.median(
             other / one for one, other in zip(taken["stock"], taken["policy"], strict=True)
         )
@@ -268,20 +269,20 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policy", choices=POLICIES, default="stock")
     parser.add_argument(
-        "--only", default="", help="run the workloads, or the machine, whose name contains this"
+        "--only", default="", help="run only workloads or machines with this in their name"
     )
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="share of the blocks along an edge"
+        "--scale", type=float, default=1.0, help="factor for the number of blocks along an edge"
     )
-    parser.add_argument("--workers", type=int, help="measure scheduler time at so many instead")
+    parser.add_argument("--workers", type=int, help="measure scheduler time with this many workers")
     parser.add_argument(
-        "--bad-days", action="store_true", help="slow down or lose a worker instead of comparing"
+        "--bad-days", action="store_true", help="slow down or remove a worker instead of comparing"
     )
     parser.add_argument(
-        "--held-out", type=int, default=0, metavar="SEEDS", help="graphs nobody tuned for instead"
+        "--held-out", type=int, default=0, metavar="SEEDS", help="use held-out graphs, with seeds"
     )
-    parser.add_argument("--draws", type=int, default=5, help="runs of each graph to compare")
-    parser.add_argument("--repeats", type=int, default=3, help="of `--workers`")
+    parser.add_argument("--draws", type=int, default=5, help="simulated runs of each graph")
+    parser.add_argument("--repeats", type=int, default=3, help="runs with `--workers`")
     parser.add_argument("--json", metavar="FILE", help="write results here")
     chosen = parser.parse_args(arguments)
     found: Any

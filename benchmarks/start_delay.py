@@ -1,14 +1,17 @@
-"""How long a step of communication waits to begin while the queue of compute steps is full.
+"""Delay before a communication step starts while twenty compute steps wait in the queue.
 
-Steps of communication come at any moment of a compute step, with twenty compute steps waiting.
-On the emulated device both are kernels, on streams of their own; in a lane both are work for its
-one thread; *beside tasks* as many threads as there are cores compute, as a worker's do, and
-communication has a lane of its own. Each is also measured with the same priority for both, which is
-what a plain queue does, or on the threads of the tasks.
+A communication step comes at a random moment of a compute step. There are three places:
 
-A compute step takes its time from NumPy, which lets go of the interpreter lock, or from Python,
-which does not. On the emulated device a step only takes time. Nothing that runs is stopped, so one
-compute step is what a communication step may have to wait for.
+- *emulated device*: both kinds of steps are kernels, on two streams.
+- *one lane*: both are calls for the single thread of a lane.
+- *beside tasks*: as many threads as cores compute, as on a worker, and communication has a lane.
+
+Each place is also measured without priority for communication, as in a plain queue. *Beside tasks*,
+communication then uses the threads of the tasks.
+
+A compute step runs NumPy, which releases the interpreter lock, or Python code, which holds it. On
+the emulated device a step only waits. No running step is interrupted, so a communication step may
+have to wait for one compute step.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ from dask_gpurt.devices.lanes import Lane
 
 DEPTH = 20
 SAMPLES = 200
-#: What a compute step is made to take, roughly; what it took is measured.
+#: Approximate seconds of a compute step; its real duration is measured.
 STEP_S = 0.02
-#: p95 of the delay, in compute steps, at most.
+#: Highest p95 of the delay that is wanted, in compute steps.
 TARGET = 1.0
 
-#: Has something done, later.
+#: Takes a call and runs it later.
 Queue = Callable[[Callable[[], None]], Any]
 
 
@@ -46,19 +49,19 @@ def sleep() -> None:
 
 
 def numpy_step() -> Callable[[], None]:
-    """A step that lets go of the interpreter lock."""
+    """Make a step that releases the interpreter lock."""
     values = np.random.default_rng(0).random(1 << 20)
     out = np.empty_like(values)
     return _as_long(lambda: np.sqrt(values, out=out))
 
 
 def python_step() -> Callable[[], None]:
-    """A step that holds the interpreter lock."""
+    """Make a step that holds the interpreter lock."""
     return _as_long(lambda: sum(range(10_000)))
 
 
 def _as_long(call: Callable[[], Any]) -> Callable[[], None]:
-    """What does a call so often that it takes about a step."""
+    """Make a step that repeats a call until about `STEP_S` has passed."""
     took_s = []
     for _ in range(100):
         began = time.perf_counter()
@@ -75,7 +78,7 @@ def _as_long(call: Callable[[], Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def on_device(urgency: Priority) -> Iterator[tuple[Queue, Queue]]:
-    """Kernels of two streams; one engine computes."""
+    """Yield queues for kernels on two streams of an emulated device with one compute engine."""
     device = EmulatedDevice(1 << 20)
     compute, communication = device.stream("compute"), device.stream("communication", urgency)
     try:
@@ -92,7 +95,7 @@ def in_one_lane(urgency: Priority) -> Iterator[tuple[Queue, Queue]]:
 
 @contextlib.contextmanager
 def beside_tasks(urgency: Priority) -> Iterator[tuple[Queue, Queue]]:
-    """Threads that compute, and a lane for communication; without urgency on the same threads."""
+    """Yield a pool of compute threads, and a lane for communication if it has high priority."""
     with Lane("tasks", os.cpu_count() or 1) as tasks, Lane("codec") as codec:
         yield tasks.submit, (codec if urgency is Priority.HIGH else tasks).submit
 
@@ -103,7 +106,7 @@ def measure(
     urgency: Priority,
     n_samples: int,
 ) -> dict[str, float]:
-    """Delays of communication steps, and what compute steps took meanwhile."""
+    """Return delays of communication steps, and the duration of compute steps meanwhile."""
     chance = random.Random(0)
     took_s: list[float] = []
     delays_s: list[float] = []
@@ -119,7 +122,7 @@ def measure(
             for _ in range(DEPTH + len(took_s) - waiting):
                 compute(computing)
                 waiting += 1
-            # At any moment of a step.
+            # The communication step comes at a random moment of a compute step.
             time.sleep(chance.uniform(1, 2) * STEP_S)
             begun: Future[float] = Future()
             asked = time.perf_counter()

@@ -1,12 +1,13 @@
-"""Data larger than memory, on two workers of 1 GB: bytes to and from disk, time, peak memory.
+"""Disk traffic, seconds and peak memory with data larger than memory, on two workers of 1 GB.
 
-Every run of a case is a process of its own with a cluster of its own, as memory that a process
-once had tends to stay with it, and so that a run which hangs can be ended. Stock and enabled take
-turns, with a rest before each: what a run has freed, a virtual machine may hand back to its host
-for a minute, and every two seconds nobody has a core for up to 0.3 s then. A run that does not
-finish, or fails, is a result too: stock Dask loses workers on some of these. Reads are often served
-from the page cache, so bytes say more than seconds on a machine that has much more memory than the
-workers may use.
+Every run has a process and a cluster of its own. Processes tend to keep memory that they once had,
+and a separate process can be killed if it hangs. Stock and enabled take turns, with a rest before
+each run. After a run, a virtual machine may return freed memory to its host for a minute; this can
+stop all cores for up to 0.3 s every two seconds.
+
+A run that fails or does not finish is a result too: stock Dask loses workers in some cases. Reads
+often come from the page cache. So bytes say more than seconds, if the machine has much more memory
+than the workers may use.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from benchmarks.shuffle import frame, numbers_part
 from benchmarks.vitals import begin, restarts, total, vitals
 
 LIMIT_NBYTES = 1_000_000_000
-#: Bytes read and written: by the store, by the process, and shards by shuffles with the runtime on.
+#: Counts of bytes read and written: by the store, by the process, and by the runtime's shuffles.
 COUNTED = ("spill", "file", "shard")
-#: Beyond its deadline a run may take this long to start, to report, and to clean up.
+#: Seconds beyond its deadline that a run may take to start, report and clean up.
 _GRACE_S = 90.0
 
 
 class Clock:
-    """What is left of a deadline."""
+    """A deadline, and the time that is left until it."""
 
     def __init__(self, deadline_s: float) -> None:
         self._end = time.monotonic() + deadline_s
@@ -56,7 +57,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A workload: what is made before, and what is measured.
+    """A workload: `make` prepares inputs, and `run` is measured.
 
     `run` returns numbers that have to be the same on both sides.
     """
@@ -77,7 +78,7 @@ def answer(client: Client, collection: Any, clock: Clock) -> Any:
 
 
 def numbers(n_chunks: int, elements: int = 5_000_000) -> Any:
-    """Chunks of 40 MB."""
+    """Return an array of random numbers in chunks of 40 MB."""
     return da.random.default_rng(7).random(n_chunks * elements, chunks=elements)
 
 
@@ -147,7 +148,7 @@ CASES = [
 
 
 def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict[str, Any]:
-    """One run in this process, which should end after it."""
+    """Run a case once in this process, which should exit afterwards."""
     with (
         dask.config.set({"gpurt.enabled": False, "dataframe.shuffle.method": "p2p"}),
         LocalCluster(
@@ -161,7 +162,7 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
     ):
         if enabled:
             dask_gpurt.enable(client)
-        # The code that a case needs is loaded before: it is not what is measured.
+        # Small computations load the code, whose loading is not to be measured.
         frame(numbers_part, 2, 1000)[0].shuffle("key").n.sum().compute()
         numbers(2, 1000).sum().compute()
         pids = begin(client)
@@ -177,12 +178,12 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
         except TimeoutError:
             report["outcome"] = f"did not finish in {deadline_s:.0f} s"
         except Exception as error:
-            # Which errors a worker out of memory ends in is what this is to find out.
+            # Workers that run out of memory cause many kinds of errors; each is a result.
             report["outcome"] = f"failed with {type(error).__name__}"
         report["wall_s"] = time.perf_counter() - began
         after = vitals(client)
         for field in (f"{what}_{how}" for what in COUNTED for how in ("read", "written")):
-            # A worker that was restarted takes its counts with it.
+            # The counts of a worker that was restarted are lost.
             known = {worker: before[worker] for worker in after if worker in before}
             made = total(known, f"{field}_nbytes")
             report[f"{field}_nbytes"] = total(after, f"{field}_nbytes") - made
@@ -195,7 +196,7 @@ def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict
 
 
 def run_apart(case: Case, side: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run in a process of its own, ended with all of its workers if it hangs."""
+    """Run a case once in a new process; if it hangs, kill it and all of its workers."""
     os.sync()
     time.sleep(options.rest)
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +229,7 @@ def same(one: list[float], other: list[float]) -> bool:
 
 
 def median(runs: list[dict[str, Any]], *fields: str) -> float:
-    """Of the sum of some figures, over the runs that finished; NaN if none did."""
+    """Return the median of the sum of these fields over finished runs; NaN if there is none."""
     done = [sum(run[f] for f in fields) for run in runs if run["outcome"] == "finished"]
     return statistics.median(done) if done else math.nan
 
@@ -239,7 +240,7 @@ def longest_gap(runs: list[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def told(gap: dict[str, float] | None) -> str:
-    """A gap in words: how long it was, and what the thread of the loop did meanwhile."""
+    """Describe a gap: its length, and the time that the loop's thread ran or had no core."""
     if gap is None:
         return "unknown"
     ran, no_core = gap["ran_s"] * 1e3, gap["no_core_s"] * 1e3
@@ -247,7 +248,7 @@ def told(gap: dict[str, float] | None) -> str:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Both sides of one case in a few figures, ratios being ours to stock's."""
+    """Return a few figures of both sides of a case; ratios are the runtime's to stock's."""
     figures: dict[str, Any] = {}
     for side, of_side in runs.items():
         reported = [run for run in of_side if run.get("peak_nbytes") is not None]
@@ -295,7 +296,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.set_defaults(repeats=3)
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds a run may take")
+    parser.add_argument("--deadline", type=float, default=300.0, help="most seconds of a run")
     parser.add_argument("--rest", type=float, default=60.0, help="seconds before each run")
     parser.add_argument("--child", nargs=2, metavar=("SIDE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -316,7 +317,7 @@ def main() -> None:
         figures = summary(runs)
         print(table(case.name, figures), flush=True)
         reports[case.name] = {**figures, "runs": runs}
-    # NaN, of what no run finished, is not JSON.
+    # A figure without a finished run is NaN, which JSON does not have.
     valid = json.loads(json.dumps(reports), parse_constant=lambda _: None)
     write_json(options.json, [], limit_nbytes=LIMIT_NBYTES, cases=valid)
 

@@ -1,11 +1,12 @@
-"""Messages between two processes: UCX endpoints of ours against distributed's TCP comm.
+"""Bytes a second of messages between two processes, over UCX and over distributed's TCP comm.
 
-Both ways end as a message of the shuffle ends: the sender has the receiver's answer that all of it
-is there. Over UCX a control message with the lengths goes over a TCP comm and the payload beside
-it, into buffers that are used again, as the shuffle's come from its pool. Over the TCP comm the
-payload is in the message, wrapped in `to_serialize`. A payload is made of shards of 1 MiB. The
-ways take turns, the order alternating, after a round that is not counted; two messages are under
-way at a time, as between two workers.
+Both ways end as a message of a shuffle does, with the receiver's answer that it has everything.
+Over UCX, a control message with the lengths goes over a TCP comm. UCX carries the payload into
+reused buffers, like those of a shuffle's pool. Over the TCP comm, the payload is in the message,
+wrapped in `to_serialize`. A payload consists of shards of 1 MiB.
+
+Each way has a first round that does not count. Then the ways take turns in alternating order. Two
+messages are in flight at a time, as between two workers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ async def start_engines(tls: list[str]) -> dict[str, UcxEngine]:
 
 
 class Receiver:
-    """The other process: takes messages and answers when they are there."""
+    """The receiving process: it answers each message that has arrived completely."""
 
     def __init__(self) -> None:
         self.engines: dict[str, UcxEngine] = {}
@@ -104,7 +105,7 @@ class Sender:
         assert await comm.read() == "ok"
 
     async def round(self, way: str, n_messages: int, shards: list[np.ndarray]) -> float:
-        """Bytes a second of so many messages."""
+        """Send `n_messages` messages; return bytes a second."""
 
         async def lane(comm: Any) -> None:
             for _ in range(n_messages // len(self.comms)):

@@ -1,10 +1,10 @@
-"""What a run did to its workers: peak memory, bytes to and from disk, event loops held up.
+"""Measures of the workers during a run: peak memory, disk traffic, and pauses of event loops.
 
-`begin` and `vitals` run on the workers. The peak is the kernel's own (`VmHWM`), so nothing between
-two samples is missed. Spilled bytes are the store's own count, which stock Dask's store keeps as
-well. Shuffles write files of their own that no store counts, so what the process read and wrote
-through system calls is taken too; sockets are not in it, and shards that were read from a peer's
-memory, which is a file to the system, are taken off.
+`begin` and `vitals` run functions on the workers. The peak is the kernel's own (`VmHWM`), so no
+short peak is missed. Spilled bytes are the store's own count, which stock Dask's store has as well.
+No store counts the files of shuffles, so the process's reads and writes by system calls are
+measured too. They do not include sockets. Shards read from a peer's memory look like file reads, so
+they are subtracted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _STAMP_S = 0.01
 
 
 class Gap(NamedTuple):
-    """A time in which an event loop did not come round.
+    """A time in which an event loop ran none of its callbacks.
 
     Attributes
     ----------
     ran_s, no_core_s
-        What its thread did meanwhile: it ran, or waited for a core. In the rest it waited for a
-        lock, which mostly is the interpreter's.
+        Seconds in which its thread ran, and in which it waited for a core. In the rest it waited
+        for a lock, usually the interpreter's.
     """
 
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Vitals:
-    """Of one worker process, since `begin` or since it started."""
+    """Measures of one worker process since `begin`, or since its start."""
 
     peak_nbytes: int
     spill_read_nbytes: int
@@ -53,7 +53,10 @@ class Vitals:
 
 
 class _LoopWatch:
-    """Longest time that the event loop did not come round, beyond what was slept."""
+    """A task that finds the longest gap of its event loop.
+
+    It sleeps for a short time again and again. A gap is the time by which it wakes too late.
+    """
 
     def __init__(self) -> None:
         self.longest = Gap()
@@ -73,7 +76,7 @@ class _LoopWatch:
 
 
 def _scheduled(fd: int) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it could have but had no core."""
+    """Return the seconds that a thread ran, and those that it waited for a core."""
     ran_ns, waited_ns, _ = os.pread(fd, 100, 0).split()
     return int(ran_ns) / 1e9, int(waited_ns) / 1e9
 
@@ -108,17 +111,17 @@ async def _vitals(dask_worker: Worker) -> Vitals:
 
 
 def begin(client: Client) -> set[int]:
-    """Forget peaks and gaps so far; returns the process ids of the workers."""
+    """Reset peaks and gaps on the workers, and return their process ids."""
     return set(client.run(_begin).values())
 
 
 def vitals(client: Client) -> dict[str, Vitals]:
-    """Of each worker that answers, by its address."""
+    """Return the measures of each worker that answers, by its address."""
     return client.run(_vitals, on_error="ignore")
 
 
 def restarts(client: Client, pids: set[int]) -> dict[str, int]:
-    """Worker processes that are gone, and those that a nanny ended for their memory."""
+    """Count worker processes that have ended, and those that a nanny ended for their memory."""
     now: dict[Any, int] = client.run(os.getpid, on_error="ignore")
     return {
         "lost": len(pids - set(now.values())),

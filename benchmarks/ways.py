@@ -1,7 +1,8 @@
-"""A 1 GB shuffle between two workers of one host, each way that shards can take in turn with stock.
+"""Seconds of a 1 GB shuffle between two workers of one host, with stock and with each transport.
 
-Each way has a cluster of its own, as it is chosen when the runtime comes; all of them live, and
-hold their input, for the whole run. `ucx` is left out where `ucxx` is not installed.
+Each transport has a cluster of its own, because it is chosen when the runtime is switched on. All
+clusters live for the whole run, hold their input in memory, and take turns. `ucx` is left out if
+`ucxx` is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.harness import Timing, arguments, persisting_s, stock_client, wr
 from benchmarks.shuffle import frame, numbers_part
 
 N_PARTITIONS = 32
-#: Besides stock; what others are compared with is first.
+#: Values of `gpurt.shuffle.transport`. Others are compared with the first.
 WAYS = ("comm", "ucx", "auto")
 
 

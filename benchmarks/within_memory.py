@@ -1,11 +1,13 @@
-"""What the runtime costs where everything fits in memory: stock and enabled, finely.
+"""The runtime's overhead where all data fits in memory, measured more finely than by `tiers`.
 
-`benchmarks.tiers` has a row for this whose noise is larger than what is to be shown. Here two
-clusters live at the same time and take turns in many short runs, so that each run of one side has
-one of the other beside it. Beside wall time the processor seconds of the worker processes are
-taken: what other processes do moves them far less. The median of the paired ratios is given with an
-interval that holds it in 95 of 100 cases, from order statistics alone (a sign test turned round),
-which assumes nothing about how noise is distributed.
+`benchmarks.tiers` has a row for this case, but its noise is larger than the overhead. Here all
+clusters live at the same time and take turns in many short runs. So each run of one side has a
+partner of the other. Besides wall time, processor seconds of the worker processes are measured,
+because other processes change them far less.
+
+The result is the median of the paired ratios, with an interval that contains the true median in 95
+of 100 cases. The interval follows from order statistics (an inverted sign test), and assumes
+nothing about the distribution of noise.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ import dask_gpurt
 from benchmarks.harness import arguments, idle, stock_client, write_json
 
 LIMIT_NBYTES = 1_000_000_000
-#: What an interval must hold of the true median.
+#: Probability with which an interval contains the true median.
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is held on each side, and what is run with it over and over."""
+    """A workload: `hold` prepares inputs once on each side, and `run` uses them many times."""
 
     name: str
     run: Callable[[Client, Any], Any]
@@ -53,7 +55,7 @@ def _joined(*numbers: int) -> int:
 
 
 def many_small(client: Client, n_tasks: int) -> Any:
-    """Three layers of tasks that do nothing: what a task costs, and nothing else."""
+    """Run three layers of tasks that do nothing, so that all time is overhead."""
     layer = [_root(n) for n in range(n_tasks // 2)]
     for _ in range(2):
         layer = [_joined(a, b) for a, b in zip(layer[::2], layer[1::2], strict=True)]
@@ -99,7 +101,7 @@ def clusters(sides: list[str]) -> Iterator[dict[str, Client]]:
 
 
 def once(client: Client, case: Case, held_there: Any) -> dict[str, float]:
-    """Seconds of one run, after which the cluster has nothing left to do."""
+    """Run a case once, wait until the cluster is idle, and return the seconds."""
     before_s = client.run(time.process_time)
     own_s, began = time.process_time(), time.perf_counter()
     result = case.run(client, held_there)
@@ -115,10 +117,10 @@ def once(client: Client, case: Case, held_there: Any) -> dict[str, float]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Holds the true median with `CONFIDENCE`; everything, if there are too few values."""
+    """Return an interval for the true median; it is infinite if there are too few values."""
     n = len(values)
     beyond, k = 0.0, 0
-    # So many values at each end may be left out.
+    # The interval may leave out k - 1 values at each end.
     while k < n // 2:
         beyond += 2 * math.comb(n, k) / 2**n
         if beyond > 1 - CONFIDENCE:
@@ -160,7 +162,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.set_defaults(repeats=100)
     parser.add_argument(
-        "--sides", nargs="+", choices=list(SIDES), default=["stock", "enabled"], help="of `SIDES`"
+        "--sides", nargs="+", choices=list(SIDES), default=["stock", "enabled"], help="sides to run"
     )
     options = parser.parse_args()
     with clusters(options.sides) as clients:

@@ -1,7 +1,7 @@
-"""Which tests assert something, read off their source.
+"""A check, by reading source code, that every test asserts something.
 
-A test does if it has an `assert`, expects an error or a warning, runs a program that must succeed,
-or calls a function of the test suite that does one of these.
+A test asserts something if it has an `assert`, expects an error or a warning, or runs a program
+that must succeed. A call of a function of the test suite that does one of these counts, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: Module and name of a function.
 Name = tuple[str, str]
 
-#: Functions of libraries that fail by themselves.
+#: Functions of libraries that raise by themselves if something is wrong.
 CHECKS = {"fail", "raises", "run_state_machine_as_test", "warns"}
 
 

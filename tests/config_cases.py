@@ -1,4 +1,4 @@
-"""The default settings, and the keys of settings and of their schema."""
+"""Helpers for tests of settings: the defaults, and the keys of settings and of their schema."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport.ucx_thread import UcxThread
 
-# How long an example takes says something about the machine, and nothing about the example.
+# There is no deadline, because the time of an example depends on the machine.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -29,8 +29,7 @@ hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    # A suite that a shell runs in the background has interrupts ignored, and so would have every
-    # program it starts.
+    # A shell starts background programs with interrupts ignored, and their children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # On Python 3.11 Dask's profiler can stop the process for good: `sys._current_frames` collects
@@ -38,23 +37,23 @@ def pytest_configure() -> None:
     # GIL. No timeout of a test ends that. distributed's own tests switch it off, too.
     dask.config.set({"distributed.worker.profile.enabled": False})
     os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
-    # Workers in processes are forked from one that has imported what all of them do, which is a
-    # second and a half of a core for each; those of scripts and of the command line are not.
+    # Worker processes are forked from one that has imported the common modules. This saves 1.5 s
+    # of a core for each. Workers of scripts and of the command line are not forked.
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 
 def pytest_collection_finish() -> None:
-    # Seven thousand collected tests are half a million objects that live to the end. A full
-    # collection of garbage looked at them for half a second, and tests and Dask ask for many.
+    # The collected tests are half a million objects that live to the end. Without a freeze, each
+    # full garbage collection visits them for half a second, and tests and Dask start many.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nannies_are_patient() -> Iterator[None]:
-    """A worker has more than Dask's five seconds to end: on a busy machine it needs them.
+    """Give workers more than Dask's five seconds to exit, which a busy machine needs.
 
-    One that is killed instead leaves its files, and its cluster's `close` raises.
+    A worker that is killed instead leaves its files, and its cluster's `close` raises.
     """
     close = Nanny.close
 
@@ -76,7 +75,7 @@ class Sides:
 
 @contextlib.contextmanager
 def stock_client(n_workers: int, n_threads: int = 1) -> Iterator[Client]:
-    """Of a cluster in this process, whose workers talk over real sockets; not the default one."""
+    """Start a stock cluster in this process, with real sockets; its client is not the default."""
     with (
         LocalCluster(
             n_workers=n_workers,
@@ -84,7 +83,7 @@ def stock_client(n_workers: int, n_threads: int = 1) -> Iterator[Client]:
             processes=False,
             protocol="tcp://",
             dashboard_address=":0",
-            # Silencing distributed silences the handlers of the fixture that captures logs as well.
+            # Silencing distributed would also silence the fixture that captures logs.
             silence_logs=False,
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
@@ -125,14 +124,14 @@ def ucx_sides(sides: Sides) -> Iterator[Sides]:
 
 
 def received_over_ucx(dask_worker: Any) -> int:
-    """Messages that came to a worker over UCX."""
+    """Return how many messages a worker has received over UCX."""
     report = runtime_of(dask_worker).links.ucx_report() or {}
     return int(report.get("received_messages", 0))
 
 
 @pytest.fixture
 def over_ucx(ucx_sides: Sides) -> Iterator[Sides]:
-    """As `sides`, for a test in which shards leave their workers: they go over UCX alone."""
+    """Like `sides`, but shards go over UCX only; the test has to send some to other workers."""
     before = ucx_sides.enabled.run(received_over_ucx)
     yield ucx_sides
     after = ucx_sides.enabled.run(received_over_ucx)
@@ -143,7 +142,7 @@ def over_ucx(ucx_sides: Sides) -> Iterator[Sides]:
 
 @pytest.fixture(params=["sides", "over_ucx"], ids=["shared", "ucx"])
 def each_way(request: pytest.FixtureRequest) -> Sides:
-    """`sides`, in memory that workers share and over UCX."""
+    """Run a test twice: with shards in shared memory, and with shards over UCX."""
     sides: Sides = request.getfixturevalue(request.param)
     return sides
 
@@ -153,13 +152,13 @@ ours = logging.Filter("dask_gpurt")
 
 @pytest.fixture(autouse=True)
 def logs_of_ours_are_captured(caplog: pytest.LogCaptureFixture) -> None:
-    """Other clusters of this process log as well; one that silences its logs does it for all."""
+    """Capture our logs even if another cluster of this process has silenced its own."""
     caplog.handler.setLevel(0)
     caplog.handler.addFilter(ours)
 
 
 @pytest.fixture
 def without_ucxx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if `ucxx` were not installed, nor an engine had been open before."""
+    """Pretend that `ucxx` is not installed, and that no engine was opened before."""
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setattr(UcxThread, "_free", {})

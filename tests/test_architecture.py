@@ -1,4 +1,4 @@
-"""Rules for modules and suites, read off their source: imports, sizes, assertions, names."""
+"""All modules and tests follow the rules for imports, sizes, assertions and names."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "metrics": (set(), set(), {"threading"}),
     "system_calls": (set(), set(), {"os"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
-    # The clock is the ledger's, and what the emulated device keeps its rates by.
+    # The clock is for the ledger, and for the rates of the emulated device.
     "devices": (
         {"system_calls"},
         {"cupy", "cupy_backends", "numpy", "nvtx", "rmm"},
         {"os", "threading", "time"},
     ),
-    # The second half where it is installed.
+    # cudf, cupy, pylibcudf and rmm are optional.
     "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
-    # The clock times codecs on samples; the lock keeps what was learnt.
+    # The clock times codecs on samples; the lock guards the measurements.
     "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
-    # Sockets: to ask the kernel of those that UCX made, and to say who may connect to them.
+    # Sockets: to ask the kernel about sockets that UCX made, and to restrict who may connect.
     "transport": (
         {"errors", "system_calls"},
-        # Of psutil: which network device has which address.
+        # psutil tells which network device has which address.
         {"cuda", "numpy", "psutil", "ucxx"},
         {"asyncio", "os", "socket", "threading", "time"},
     ),
@@ -59,12 +59,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"numpy"},
         {"logging", "os", "threading"},
     ),
-    # Pure: descriptions come as text, measurements as numbers, `/sys` as a folder to read in.
+    # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
-    # Public parts of Dask, of whose graphs workloads are made; never distributed.
+    # Public parts of Dask make the graphs for workloads; distributed is never imported.
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
-    # The subprocess removes what a killed worker leaves.
+    # The subprocess removes files that a killed worker leaves.
     "memory": (
         {"codecs", "devices", "errors", "frames", "metrics", "system_calls"},
         {"msgpack", "numpy"},
@@ -86,7 +86,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "topology",
             "transport",
         },
-        # Tornado: the loop of a simulation has to be one that distributed's callbacks know.
+        # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
         DASK
         | {"msgpack", "numpy", "packaging", "prometheus_client", "psutil", "pynvml", "tornado"},
         IMPURE,
@@ -118,7 +118,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     ),
 }
 
-#: What may only be named in one module.
+#: Packages and functions that only one module may name.
 ONLY_IN = {
     "distributed.shuffle": {
         "plugins/patches/p2p_owners.py",
@@ -142,7 +142,7 @@ ONLY_IN = {
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
     "nvtx": {"devices/cuda/ranges.py"},
-    # One module knows a library of devices, and whoever asks for that module has it.
+    # Only one module may import each device library; others import that module.
     "cudf": {"frames/device/cudf_.py", "codecs/nvcomp.py"},
     "nvidia": {"codecs/nvcomp.py"},
     "prometheus_client": {"plugins/patches/prometheus.py"},
@@ -152,7 +152,7 @@ ONLY_IN = {
     "ucxx": {"transport/ucx_context.py"},
 }
 
-#: Names that a variable, or an attribute of `self`, has where it is an object of distributed's.
+#: Names of variables, or of attributes of `self`, that hold an object of distributed's.
 OBJECTS = {"client", "scheduler", "state", "task", "ts", "worker", "ws"}
 
 #: Outside of `plugins/patches`, by module: uses of private names of dask and distributed, and
@@ -192,7 +192,7 @@ def imports(path: pathlib.Path, *, typing_only: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_import_only_what_their_room_may(path):
+def test_modules_import_only_allowed_modules(path):
     room = room_of(path)
     assert room in RULES, f"{room} has no rule: add one, with a reason to be"
     rooms, third_party, impure = RULES[room]
@@ -217,7 +217,7 @@ def test_restricted_packages_have_one_importer(path):
 
 
 def patches_in(source: str) -> list[str]:
-    """Uses of private names of dask and distributed, and assignments to their objects."""
+    """List uses of private names of dask and distributed, and assignments to their objects."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -318,7 +318,7 @@ def test_folders_have_at_most_fifteen_modules():
     assert {str(folder): n for folder, n in in_folder.items() if n > 15} == {}
 
 
-def test_names_of_modules_and_classes_stand_for_one_thing():
+def test_names_of_modules_and_classes_are_unique():
     modules = Counter(path.name for path in MODULES if path.name != "__init__.py")
     classes = Counter(
         node.name

@@ -1,4 +1,4 @@
-"""Settings: what may be written, and what is said about the rest."""
+"""Valid settings are read from every source; invalid ones cause a clear error or warning."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_incomplete_section_gets_defaults(section):
 
 @pytest.mark.parametrize("section", [None, {"shuffle": None, "devices": None}])
 def test_empty_section_means_the_defaults(warnings, section):
-    """`gpurt:` with everything below it commented out."""
+    """A YAML file has `gpurt:` with all keys below it commented out."""
     with dask.config.set(gpurt=section):
         assert config.read() == DEFAULTS
     assert warnings() == []
@@ -83,7 +83,7 @@ def test_shares_and_sizes_are_read(key):
         return getattr(getattr(settings, section), name)
 
     assert [read(value) for value in (0.4, "0.4", 1, 4096, "4 KiB")] == [0.4, 0.4, 1, 4096, 4096]
-    # A share of more than all, a percentage.
+    # a share above 1, and a percentage
     for value in (1.5, "1.5", 30, 1023, 0, -1, True):
         with pytest.raises(ConfigError, match="may be a share"):
             read(value)

@@ -1,4 +1,4 @@
-"""The documentation: generated parts are fresh, and named things exist."""
+"""In the documentation, generated parts are up to date, and named files and commands exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def files(pattern: str) -> list[pathlib.Path]:
-    """Files of the documentation, without those that a build of the site made."""
+    """Return the files of the documentation, without those that a build of the site made."""
     found = (ROOT / "docs").rglob(pattern)
     return sorted(path for path in found if "_build" not in path.parts)
 
@@ -26,10 +26,10 @@ PAGES = [*sorted(ROOT.glob("*.md")), *files("*.md")]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
-#: A path below this repository: starts in one of its folders, or names a file at its top.
+#: A path in this repository: it starts with one of its folders, or names a file at its top.
 FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
-#: The one page outside of the documentation.
+#: The only page outside of the documentation's folder.
 PAGES.append(ROOT / "benchmarks" / "HISTORY.md")
 
 
@@ -42,7 +42,7 @@ def prose(page: pathlib.Path) -> str:
 
 
 def commands(page: pathlib.Path) -> str:
-    """Everything that is set as code: blocks and spans, one a line."""
+    """Return all code of a page, blocks and spans, one a line."""
     text = page.read_text()
     return "\n".join([*FENCED.findall(text), *SPAN.findall(FENCED.sub("", text))])
 

@@ -1,14 +1,15 @@
-"""The blocks of code in the quickstart and the guides do what they say, in processes of their own.
+"""The blocks of code in the quickstart and the guides run and print the outputs shown.
 
-Blocks of a page run in order, in one folder. A comment in the line before a block says otherwise:
+Blocks of a page run in order, in one folder, as processes of their own. A comment in the line
+before a block can change that:
 
     <!-- not run: REASON -->          the block needs a cluster, a GPU or a network, for example
     <!-- file: NAME -->               the block is a file that later blocks use
-    <!-- stays: TEXT -->              the command keeps running; go on once it has printed TEXT
-    <!-- output -->                   the block is what the last one prints on standard output
+    <!-- stays: TEXT -->              the command keeps running; the next block starts after TEXT
+    <!-- output -->                   the block is the standard output of the last one
     <!-- output: standard error -->   ... on standard error
 
-Numbers in an output may differ, and a line `...` stands for any lines.
+Numbers in an output may differ, and a line `...` matches any lines.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LIMIT_S = 120
 
 
 class Block(NamedTuple):
-    """A block of code, and what the comment before it says."""
+    """A block of code, with the mark in the comment before it."""
 
     mark: str | None
     said: str
@@ -55,7 +56,7 @@ def blocks(page: pathlib.Path) -> list[Block]:
 
 
 def runs(page: pathlib.Path) -> bool:
-    """Whether a page has anything to run."""
+    """Return whether a page has a block to run."""
     return any(
         block.mark in (None, "stays") and block.language in ("bash", "python")
         for block in blocks(page)
@@ -86,7 +87,7 @@ def pattern_of(expected: str) -> str:
 
 
 class Shell:
-    """Runs the blocks of one page in a folder, and ends what they left running."""
+    """Runs the blocks of one page in a folder, and ends processes that they left running."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
@@ -133,7 +134,7 @@ class Shell:
         return output, errors
 
     def start(self, block: Block) -> None:
-        """Start a block that keeps running, and wait until it has printed what it says."""
+        """Start a block that keeps running, and wait until it has printed the text of its mark."""
         process = self._start(block, stderr=subprocess.STDOUT)
         assert process.stdout is not None
         lines = []
@@ -143,11 +144,11 @@ class Shell:
                 break
         else:
             pytest.fail(f"{block.code}\nended without {block.said}\n{''.join(lines)}")
-        # It goes on printing, and would stand still if nobody read that.
+        # The process goes on printing, and would block if nobody read its output.
         threading.Thread(target=process.stdout.read, daemon=True).start()
 
     def close(self) -> None:
-        """End every process that a block started, and what these started."""
+        """End every process that a block started, and its children."""
         for process in reversed(self._running):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -171,7 +172,7 @@ def test_marks_are_known(page):
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
-def test_a_page_does_what_it_says(page, tmp_path):
+def test_code_blocks_of_a_page_run_as_shown(page, tmp_path):
     shell, output, errors = Shell(tmp_path), "", ""
     try:
         for block in blocks(page):

@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as it runs without a GPU: rows are kept even if a section fails."""
+"""The GPU benchmark works on emulated devices, and keeps its rows even if a section fails."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def broken(monkeypatch, tmp_path):
             def at_its_limit(timeout=None):
                 if timeout is None:
                     return communicate()
-                said.read_bytes()  # until it has said its row
+                said.read_bytes()  # until it has reported its row
                 raise subprocess.TimeoutExpired(arguments, timeout)
 
             process.communicate = at_its_limit
@@ -197,7 +197,7 @@ def test_sections_say_why_they_are_skipped_without_a_gpu(name, capsys):
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_kernels_compile_for_a_gpu(name):
-    """Into machine code; the compiler needs no GPU."""
+    """Kernels compile into machine code; the compiler needs no GPU."""
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         program = core.Program(
@@ -214,7 +214,7 @@ def test_kernels_compile_for_a_gpu(name):
 
 
 class StubStream:
-    """A stream of CuPy's as a context: knows whether it is the current one."""
+    """A stand-in for a CuPy stream, which knows whether it is the current one."""
 
     current: ClassVar[list] = []
 
@@ -232,7 +232,7 @@ class StubStream:
 
 
 class StubSides:
-    """Takes note of where each side was launched, and whether it would have been shaped."""
+    """Records the stream of each side's launches, and whether the launch would be shaped."""
 
     def __init__(self, hook):
         self.rounds, self.n_units = 100, 100

@@ -1,4 +1,4 @@
-"""Counters sum what all threads add."""
+"""Counters contain the additions of all threads, and snapshots are consistent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_unknown_counter_name_is_refused():
 
 @pytest.fixture
 def restless():
-    """Threads take turns as often as they can."""
+    """Make the interpreter switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

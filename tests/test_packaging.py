@@ -1,4 +1,4 @@
-"""What the package says of itself agrees: in setup.cfg, in the Makefile and in the code."""
+"""Versions and requirements agree in setup.cfg, the Makefile, CI and the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Python lacks a system call, the fallback does the same."""
+"""Fallbacks for system calls that Python lacks behave like the system calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lacking(monkeypatch, *names):
 
 
 def forbidding(monkeypatch, code):
-    """As a kernel without the calls, or a sandbox that forbids them."""
+    """Make our system calls fail, as with an old kernel or in a sandbox."""
 
     def refuse(*arguments):
         raise OSError(code, os.strerror(code))
@@ -88,7 +88,7 @@ def test_process_is_identified_by_its_start_time():
     assert started != system_calls.process_start(os.getpid())
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(ProcessLookupError):  # it has ended, and is not waited for
+    with pytest.raises(ProcessLookupError):  # the process has ended, but nobody has waited for it
         system_calls.process_start(child.pid)
     child.wait()
     with pytest.raises(ProcessLookupError):
@@ -111,7 +111,7 @@ def test_buffers_are_filled_from_a_position(monkeypatch, tmp_path, is_lacking):
         os.close(fd)
 
 
-#: A process with no thread but its own. Its arguments are functions that `os` lacks.
+#: A program with one thread. Its arguments are functions that it removes from `os`.
 WAKING = """
 import os, select, sys
 from dask_gpurt import system_calls
@@ -134,5 +134,5 @@ assert after == before, (before, after)
 
 @pytest.mark.parametrize("missing", [[], ["eventfd", "eventfd_read", "eventfd_write"]])
 def test_sleeping_thread_is_woken(missing):
-    # In a process of its own: garbage of other tests may close files between the two lists.
+    # A process of its own: garbage of other tests might close files between the two lists.
     subprocess.run([sys.executable, "-c", WAKING, *missing], check=True, timeout=60)

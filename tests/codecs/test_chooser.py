@@ -1,4 +1,4 @@
-"""What the chooser learns about sections, and when it samples again."""
+"""The chooser picks codecs from short samples, and samples again when data or rates change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.codecs.sampling import middle, try_codecs
 
 
 class Clock:
-    """A clock that tests move."""
+    """A clock that tests set forward."""
 
     def __init__(self):
         self.now = 0.0

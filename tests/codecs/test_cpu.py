@@ -1,4 +1,4 @@
-"""Codecs of the CPU."""
+"""The CPU's codecs restore all bytes, and refuse damaged or forged payloads."""
 
 from __future__ import annotations
 

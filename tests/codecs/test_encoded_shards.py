@@ -1,4 +1,4 @@
-"""Whole shards are cut in sections, encoded, and decoded."""
+"""Whole shards are encoded section by section, and decode to the same bytes."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_sections_behind_padding_are_not_joined():
     assert [s.name for s in joined(apart)] == ["a..b", "c..d"]
 
 
-def test_shards_of_nearly_one_length_are_joined_alike():
+def test_shards_of_similar_length_are_joined_the_same_way():
     def names(rows):
         return [s.name for s in joined([(f"c{n}", n * rows * 8, rows * 8, 8) for n in range(50)])]
 

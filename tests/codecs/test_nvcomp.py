@@ -1,4 +1,4 @@
-"""The codecs of nvCOMP over an emulated library. `tests/gpu` uses the real one."""
+"""The codecs of nvCOMP work with an emulated library; `tests/gpu` tests the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The break-even rule."""
+"""The break-even rule picks a codec only if it is faster than raw bytes on the link."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_unknown_link_gets_raw_bytes(bandwidth):
 
 
 def test_a_codec_without_gain_is_not_chosen():
-    """Even if the share of the time is rounded to slightly less than one."""
+    """The codec is not chosen even if the share of the time rounds to slightly less than one."""
     for nbytes in range(1, 2000, 7):
         tie = Trial(1, "one", "lz4", ratio=2.0, encode_rate=7e6, decode_rate=1e9)
         assert decided([tie], 7e6, nbytes=nbytes).codec == RAW

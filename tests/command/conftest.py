@@ -1,4 +1,4 @@
-"""Runs the command in processes of its own, as a user would, and plain Python next to it."""
+"""Fixtures that run `dask gpurt`, and plain Python for comparison, in separate processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-#: Far more than anything here takes: a test that waits for it has found a hang.
+#: Far more seconds than any test here takes. A test that reaches it has found a hang.
 TIMEOUT_S = 60.0
 
 
@@ -35,7 +35,7 @@ class Shell:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # The flag of whoever runs the tests is not what is tested.
+        # A flag in the environment of the test run must not change the tests.
         self.env = {
             name: value
             for name, value in os.environ.items()
@@ -63,7 +63,7 @@ class Shell:
         return self.python("-m", "dask_gpurt.cli", *args, stdin=stdin, env=env)
 
     def run(self, *args: str, stdin: str = "") -> tuple[Outcome, dict[str, Any]]:
-        """`dask gpurt run` with a report."""
+        """Run a script by `dask gpurt run`, with a report."""
         path = self.directory / "report.json"
         outcome = self.gpurt("run", "--report", str(path), *args, stdin=stdin)
         return outcome, json.loads(path.read_text(encoding="utf-8"))
@@ -76,9 +76,9 @@ def shell(tmp_path: Path) -> Shell:
 
 @pytest.fixture
 def user_yaml(shell: Shell, tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a configuration file where Dask looks for a user's."""
+    """Write a configuration file into the folder that Dask reads for a user."""
     if "DASK_CONFIG" in os.environ:
-        pytest.skip("DASK_CONFIG is set, and what it names counts more than a user's files")
+        pytest.skip("DASK_CONFIG is set, and its files override those of a user")
     shell.env["HOME"] = str(tmp_path / "home")
 
     def write(text: str) -> Path:

@@ -1,4 +1,4 @@
-"""Findings of `dask gpurt doctor` by their names."""
+"""A helper that returns findings of `dask gpurt doctor` by their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dask gpurt doctor` and `status` without a cluster: settings and unreachable schedulers."""
+"""Without a cluster, `dask gpurt doctor` and `status` report bad settings and addresses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_run_puts_a_replaced_preload_back(shell: Shell) -> None:
 
 
 def test_single_preload_name_counts_as_a_list(shell: Shell) -> None:
-    """As Dask takes it; letter by letter, no client could start."""
+    """Dask accepts a single name, too. Read letter by letter, it would let no client start."""
     shell.write("show.py", "import dask; print(dask.config.get('distributed.client.preload'))")
     shell.env["DASK_DISTRIBUTED__CLIENT__PRELOAD"] = "json"
     names = ["dask_gpurt.preload", "json", "dask_gpurt.command.observe"]
@@ -207,7 +207,7 @@ def test_silent_scheduler_is_reported(
     problem = f"no scheduler answers at {address}: it sends nothing for 0.3 s"
     assert printed.err.startswith(f"dask gpurt doctor: {problem}; check the port")
     assert len(printed.err.splitlines()) == 1
-    # What was found here is said all the same.
+    # Findings about this process are still reported.
     assert "pandas" in printed.out
     assert "-> check the port" in printed.out
 
@@ -219,9 +219,9 @@ def closed_port() -> int:
 
 @pytest.mark.parametrize("command", ["doctor", "status", "topology"])
 def test_closed_port_is_reported_at_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """At once, though distributed would try again and again, until its time is up."""
+    """distributed itself would try again until its timeout."""
     with pytest.MonkeyPatch.context() as patch:
-        # Nobody waits for it.
+        # The test never waits for this timeout.
         patch.setattr(connect, "CONNECT_TIMEOUT_S", 3600.0)
         with pytest.raises(SystemExit) as exit:
             gpurt.main([command, "--scheduler", f"127.0.0.1:{closed_port()}"])

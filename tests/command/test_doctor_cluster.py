@@ -1,4 +1,4 @@
-"""`dask gpurt doctor` and `status` on a live cluster."""
+"""On a live cluster, `dask gpurt doctor` and `status` report its state and its problems."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_address_of_a_worker_is_refused_as_a_scheduler(
 
 
 async def _say_no_versions(dask_worker: Any) -> None:
-    """Until `_say_versions`."""
+    """Make a worker delay its answer about versions until `_say_versions`."""
     dask_worker.told_to_go_on = asyncio.Event()
     versions = dask_worker.handlers["versions"]
 
@@ -145,7 +145,7 @@ async def _say_versions(dask_worker: Any) -> None:
 def test_versions_come_from_all_workers_that_answer_in_time(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the runtime is off, so that no report names the silent workers."""
+    """The runtime is off on this cluster, so no report names the silent workers."""
     with connect.connected(scheduler_address(sides.stock)) as client:
         in_time = connect.ask(client, versions=True)
         one = [next(iter(in_time["versions"]["workers"]))]
@@ -161,7 +161,7 @@ def test_versions_come_from_all_workers_that_answer_in_time(
     assert problems == ["not all workers reported their versions in time"]
 
 
-def test_every_remedy_of_a_cluster_in_trouble() -> None:
+def test_every_problem_of_a_cluster_has_a_remedy() -> None:
     side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
     problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"

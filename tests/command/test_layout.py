@@ -1,4 +1,4 @@
-"""Every word is whole in a terminal of any width, and nothing is left out."""
+"""Output of the commands fits terminals of any width, without broken or missing words."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def words(text: str) -> list[str]:
 
 
 def fits(text: str, width: int) -> bool:
-    """Each line, but for one that is a word too long for any."""
+    """Return whether every line fits, except lines of a single word that is too long."""
     return all(len(line) <= width or len(line.split()) == 1 for line in text.splitlines())
 
 
@@ -111,7 +111,7 @@ def test_columns_without_room_are_stacked() -> None:
 
 
 def test_output_fits_a_terminal_and_a_pipe() -> None:
-    """`doctor` in both, as a user sees it."""
+    """`doctor` runs as a process, with a terminal and with a pipe as output."""
     command = [sys.executable, "-m", "dask_gpurt.cli", "doctor"]
     env = {**os.environ, "COLUMNS": "50"}
     piped = subprocess.run(command, env=env, capture_output=True, text=True).stdout
@@ -122,7 +122,7 @@ def test_output_fits_a_terminal_and_a_pipe() -> None:
         try:
             while piece := os.read(ours, 65536):
                 pieces.append(piece)
-        except OSError:  # how a terminal ends on Linux
+        except OSError:  # Linux reports the end of a terminal this way
             pass
         process.wait()
     os.close(ours)

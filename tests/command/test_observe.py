@@ -1,4 +1,4 @@
-"""Records of clusters, the report that a run prints from them, and the progress line."""
+"""The report and the progress line of a run show all work of its clusters, and only that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_departed_workers_still_count() -> None:
     record = ClusterRecord("tcp://s")
     record.absorb(status(12, "a", "b"))
     record.absorb(status(14, "b"))
-    # One reading overtook another, and one worker said nothing.
+    # One reading arrived before an earlier one, and one worker did not answer.
     late = status(13, "b")
     late["workers"]["c"] = None
     record.absorb(late)
@@ -60,7 +60,7 @@ def snapshot(**more: Any) -> CounterSnapshot:
 
 
 def test_silent_worker_does_not_hide_reports_of_others() -> None:
-    """A reading waits until the scheduler has given it up."""
+    """A reading waits until the scheduler stops waiting for the silent worker."""
     assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
 
 
@@ -80,7 +80,7 @@ def test_only_work_after_the_start_is_counted(sides: Sides) -> None:
     assert seen.is_set()
     assert set(recorder.snapshot().totals.values()) == {0}
     frame = dask.datasets.timeseries(end="2000-01-04", freq="1h")
-    # Tasks are forgotten with the last future that wants them.
+    # The scheduler forgets tasks when the last future for them is released.
     future = sides.enabled.compute(frame.shuffle("id", shuffle_method="p2p"))
     future.result()
     recorder.finish()
@@ -137,7 +137,7 @@ def test_advice_depends_on_the_reason(why: str) -> None:
 
 
 class Terminal(io.StringIO):
-    """Says when something was drawn."""
+    """A terminal that sets an event when something was drawn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`dask gpurt occupancy`: resident blocks, plans for fewer of them, and unknown GPUs."""
+"""`dask gpurt occupancy` prints resident blocks and plans, and refuses unknown GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dask gpurt run` with real clusters: its own, and those that scripts start and end themselves."""
+"""`dask gpurt run` runs scripts on its own cluster or theirs, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ total = n * (n - 1) // 2
 """
 
 
-#: A kind of frame that is left to stock, and something to see of a task.
+#: A kind of DataFrame that stock Dask shuffles, and a visible effect of a task.
 HELPER = """
 import pandas as pd
 
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     )
     outcome, report = shell.run("script.py", ending)
     assert (outcome.code, outcome.out) == (0, "done\n"), outcome.err
-    # Nothing is read after the cluster is gone, and nothing is missing for it.
+    # The report is complete without a reading after the end of the cluster.
     assert report["runs"] == {"gpurt": 1, "stock": 0}
     totals = report["totals"]
     assert totals["partitions_in"] == totals["partitions_out"] == 4

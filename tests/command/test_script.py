@@ -1,4 +1,4 @@
-"""A script cannot tell `dask gpurt run` from Python, but for what is on stderr at the end."""
+"""A script runs under `dask gpurt run` as under Python, except for the report on stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(sys.modules["__main__"].__dict__ is globals())
 
 
 def both(shell: Shell, *args: str, stdin: str = "") -> tuple[Outcome, Outcome]:
-    """The same by Python itself and by us."""
+    """Run the same script by plain Python and by `dask gpurt run`."""
     return shell.python(*args, stdin=stdin), shell.gpurt("run", *args, stdin=stdin)
 
 
@@ -83,7 +83,7 @@ def test_exit_status_of_the_script_is_kept(shell: Shell, line: str, code: int) -
     assert ours.code == plain.code == code
     assert ours.out == plain.out
     text = plain.err.strip()
-    # What `sys.exit` was given is printed by the interpreter, after everything else.
+    # The interpreter prints the argument of `sys.exit` after everything else.
     assert text in (without_report(ours).strip(), ours.err.strip().splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""`dask gpurt status` shows in each column what the shuffles really did."""
+"""`dask gpurt status` shows the real figures of the shuffles in each column."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOT = "the fullest output partitions are"
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """A client of two workers that talk as if on two hosts and encode compressible shards."""
+    """A client of two workers that behave as on two hosts and compress shards."""
     settings = {"gpurt.shuffle.transport": "comm", "gpurt.shuffle.compression": "lz4"}
     with dask.config.set(settings), stock_client(2) as client:
         dask_gpurt.enable(client)
@@ -39,7 +39,7 @@ def client() -> Iterator[Client]:
 
 
 def shuffled(client: Client, keys: list[int]) -> tuple[list[int], list[int]]:
-    """Rows of each output partition, and of the outputs of each worker."""
+    """Shuffle; return the rows of each output partition, and of each worker's outputs."""
     parts = [pd.DataFrame({"key": keys, "x": np.arange(ROWS) * 0.1}) for _ in range(4)]
     with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
         lazy = collection(parts).shuffle("key", npartitions=N_PARTITIONS)
@@ -57,7 +57,7 @@ def printed(client: Client, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def table(text: str) -> list[dict[str, str]]:
-    """Cells of the table of shuffles, by their headings."""
+    """Return the cells of the table of shuffles, by their headings."""
     lines = text.partition("last shuffles with dask_gpurt")[2].splitlines()[1:]
     head, *rows = (re.split(" {2,}", line.strip()) for line in lines if HOT not in line)
     return [dict(zip(head, row, strict=True)) for row in rows]
@@ -83,7 +83,9 @@ def as_cells(one: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def test_every_column_shows_what_ran(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_column_shows_the_real_figures(
+    client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, rows_of_worker = shuffled(client, list(range(ROWS)))
     with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
         da.ones((64, 64), chunks=(64, 8)).rechunk((8, 64)).sum().compute()
@@ -114,7 +116,7 @@ def test_every_column_shows_what_ran(client: Client, capsys: pytest.CaptureFixtu
 
 
 def test_columns_are_not_swapped(client: Client) -> None:
-    """Those of a short run may look alike."""
+    """All values of the row are set to be different; those of a short run may be equal."""
     shuffled(client, list(range(ROWS)))
     found = {**dask_gpurt.status(client), "scheduler": "here"}
     (run,) = found["shuffles"]
@@ -124,7 +126,7 @@ def test_columns_are_not_swapped(client: Client) -> None:
     run["skew"] = 1.19
     assert table(as_text(found)) == [as_cells(run)]
     assert len(set(as_cells(run).values())) == len(as_cells(run))
-    # Within a host nothing is on the wire, and one worker has no link.
+    # Within a host nothing goes over the network, and one worker has no link.
     run |= {"raw_nbytes": 0, "wire_nbytes": 0, "busiest_link": None}
     (row,) = table(as_text(found))
     assert (row["on the wire"], row["codec ratio"], row["busiest link"]) == ("0 B", "-", "-")
@@ -164,14 +166,14 @@ def test_compression_decisions_are_shown_with_their_numbers(
         chosen = [c for c in one["candidates"] if c["codec"] == one["choice"]]
         assert len(chosen) == (one["choice"] != "none")
         for candidate in chosen:
-            # It is the smallest form that was asked for.
+            # A named codec in the setting asks for the smallest form that uses it.
             assert candidate["ratio"] == max(c["ratio"] for c in one["candidates"]) > 1
             assert candidate["encode_rate"] > 0
             assert candidate["decode_rate"] > 0
     assert {one["choice"] for _, one in said if one["section"] == "key"} == {"narrow+lz4"}
     assert show(scheduler_address(client), None, as_json=True) == 0
     as_json = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    # Rates that JSON has no word for are null there.
+    # Rates that JSON cannot express are null there.
     names = ("link", "section", "nbytes", "choice", "reason")
     assert [[one[n] for n in names] for a in as_json["workers"] for one in codecs(as_json, a)] == [
         [one[n] for n in names] for _, one in said

@@ -64,7 +64,7 @@ class DeviceSuite:
     # ---------------------------------------------------------------- copies and kernels
 
     @pytest.mark.parametrize("nbytes", [0, 1, 7, 1000, CAPACITY])
-    def test_bytes_come_back(self, device, stream, nbytes):
+    def test_bytes_are_restored(self, device, stream, nbytes):
         values = noise(nbytes)
         buffer = self.filled(device, stream, values)
         assert buffer.nbytes == nbytes
@@ -157,7 +157,7 @@ class DeviceSuite:
         assert device.stream("copies").priority == Priority.NORMAL
 
     def test_an_event_orders_two_streams(self, device):
-        """In both directions, several times."""
+        """Events order the streams in both directions, several times."""
         one, other = device.stream("one"), device.stream("other", Priority.HIGH)
         buffer = self.filled(device, one, np.ones(10, dtype=np.uint8))
         for _ in range(3):
@@ -299,7 +299,7 @@ class DeviceSuite:
         assert device.used_nbytes == 0
 
     def test_the_callback_makes_room(self, device, stream):
-        """As in the store: the callback copies a value to the host and frees its memory."""
+        """As in the store, the callback copies a value to the host and frees its memory."""
         values = [noise(CAPACITY // 2, n) for n in range(3)]
         held = {n: self.filled(device, stream, values[n]) for n in range(2)}
         asked, evicted = [], {}
@@ -322,7 +322,7 @@ class DeviceSuite:
         np.testing.assert_array_equal(evicted[0], values[0])
         np.testing.assert_array_equal(read(stream, held[2]), values[2])
         big = device.allocate(CAPACITY, stream)
-        assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "no oftener than it takes"
+        assert asked == [CAPACITY // 2, CAPACITY, CAPACITY], "called more often than necessary"
         assert sorted(evicted) == [0, 1, 2]
         big.free(stream)
 

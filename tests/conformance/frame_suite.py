@@ -133,7 +133,7 @@ class FrameSuite:
             assert end == packed.buffer.nbytes
             names.append([name for name, *_ in sections])
             assert len(set(names[-1])) == len(names[-1])
-        # A receiver that only has the key gets the same sections.
+        # A receiver that has only the layout's key gets the same sections.
         assert self.adapter(frame).sections(opened.layout_key, packed) == sections
         assert names[0] == names[1]
 

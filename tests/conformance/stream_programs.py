@@ -30,7 +30,7 @@ N_STREAMS, N_BUFFERS, LENGTH = 3, 3, 32
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a program. Its `kind` decides which fields count."""
+    """A step of a program. Its `kind` decides which of its fields are used."""
 
     kind: str
     stream: int

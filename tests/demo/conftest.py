@@ -1,4 +1,4 @@
-"""Data shared by the tests of the demo: made once per session, at the smallest useful scale."""
+"""Fixtures for the demo's tests: small data sets, made once per session, and a client."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ SCALE = 0.01
 
 @pytest.fixture(scope="session")
 def scale() -> float:
-    """The scale factor of the TPC-H tables."""
+    """Return the scale factor of the TPC-H tables."""
     return SCALE
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of data sets which outlives single tests."""
+    """Return a folder for data sets that all tests share."""
     return tmp_path_factory.mktemp("demo-cache")
 
 
 @pytest.fixture(scope="session")
 def tpch_directory(cache_dir: Path) -> Path:
-    """The TPC-H tables."""
+    """Return the folder of the TPC-H tables."""
     return make_tpch(SCALE, cache_dir)
 
 
 @pytest.fixture(scope="session")
 def flights_directory(cache_dir: Path) -> Path:
-    """The flights of 2013."""
+    """Return the folder of the flights of 2013."""
     return make_flights(cache_dir)
 
 
 @pytest.fixture(scope="session")
 def client() -> Iterator[Client]:
-    """Two workers in this process: enough for real shuffles, without the cost of processes."""
+    """A client of two workers in this process, which shuffle for real and start fast."""
     with (
         LocalCluster(
             n_workers=2,

@@ -1,4 +1,4 @@
-"""The comparer accepts what two engines may differ in, and nothing else."""
+"""The comparison of answers accepts the differences that two engines may have, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo as a whole: two real clusters, a few queries, files and exit codes."""
+"""The demo command runs queries on two real clusters, and writes its files and exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOTALS = {"sent_nbytes": 0, "spilled_nbytes": 0, "shuffles_gpurt": 0, "shuffles_
 
 @pytest.fixture
 def active_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the runtime say that it is active: whether it is, other tests ask."""
+    """Pretend that the runtime is active; other tests check that it really is."""
     monkeypatch.setattr(
         dask_gpurt, "status", lambda _client: {"active": True, "totals": TOTALS}, raising=False
     )
@@ -45,7 +45,7 @@ def test_demo_runs_and_writes_its_report(
 
 @pytest.fixture
 def no_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save the seconds which starting processes takes where nothing is run on them."""
+    """Start no processes, which takes seconds, in tests that compute nothing on them."""
     monkeypatch.setattr(command, "_start_cluster", lambda *_args: (None, 2))
 
 
@@ -102,7 +102,7 @@ def test_a_missing_package_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # A None in sys.modules is how Python itself notes that a module cannot be imported.
+    # With None in `sys.modules`, an import raises an error.
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.console", None)
     code = command.main(scale, cache_dir=cache_dir, out_dir=tmp_path, queries=["q6"])

@@ -1,4 +1,4 @@
-"""The demo's data sets are complete or absent, and have plain types."""
+"""The demo's data sets are written completely or not at all, and have plain types."""
 
 from __future__ import annotations
 

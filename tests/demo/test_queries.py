@@ -50,7 +50,7 @@ def test_tpch_query_gives_the_answer_of_sql(
     expected = tpch_sql_connection.execute(tpch_sql.tpch_sql(number, scale)).df()
     with client.as_current():
         got = tpch_queries.QUERIES[number](tpch_tables)
-    # A query which selects nothing would agree with almost any other.
+    # An empty answer would equal the answers of many wrong queries.
     assert len(expected) > 0
     assert_same_answer(got, expected, tpch_sql.ORDERED_BY[number])
 

@@ -1,4 +1,4 @@
-"""The report's files can be read by machines and hold every query."""
+"""The demo's report files are valid JSON and HTML, and contain every query."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner alternates sides, checks every answer, and keeps to its time."""
+"""The demo's runner alternates sides, checks every answer, and stays within its time limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def console() -> Console:
 
 
 def _workload(name: str, log: list[str], wrong_on: bool | None = None) -> DemoWorkload:
-    """A query which notes the side it ran on, and gives a wrong answer on one of them."""
+    """Return a query that records the side it runs on; one side can give a wrong answer."""
 
     def run() -> pd.DataFrame:
         enabled = dask.config.get("gpurt.enabled")
@@ -58,7 +58,7 @@ def test_every_run_is_a_line_without_a_progress_bar(client: Client) -> None:
         else:
             first, second, third = lines
             assert re.fullmatch(r"1/4 group a: stock \d+\.\d\d s, enabled \d+\.\d\d s", first)
-            # What failed is not run a second time.
+            # A query that failed is not run a second time.
             assert second.startswith("2/4 group b: enabled against DuckDB: ")
             assert third.startswith("3/4 group a: stock ")
 

@@ -1,4 +1,4 @@
-"""The budget of shards on a device: counted while they live, refused beyond the limit."""
+"""The device budget counts shards while they live, and refuses those beyond the limit."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_submit_fails_without_a_thread_and_works_once_one_starts(monkeypatch):
         with monkeypatch.context() as without:
             out_of_threads(without)
             with pytest.raises(RuntimeError, match="can't start new thread"):
-                lane.submit(pytest.fail, "nobody was to do this")
+                lane.submit(pytest.fail, "refused work ran")
         assert lane.n_waiting == 0
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
@@ -135,7 +135,7 @@ def test_a_lane_without_threads_is_not_pending(monkeypatch):
     with Lane("lane") as lane:
         out_of_threads(monkeypatch)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            lane.submit(pytest.fail, "nobody was to do this")
+            lane.submit(pytest.fail, "refused work ran")
         assert not lane.is_pending()
 
 

@@ -104,7 +104,7 @@ def test_time_spent_waiting_for_another_lane_is_not_work():
 
 
 def test_a_lane_works_while_one_of_its_threads_waits():
-    """In any order: a wait is entered before the work that contains it."""
+    """Entries may come in any order; a wait is entered before the work that contains it."""
     entries = [entry("a", 1, 3, WAITING), entry("a", 2, 5), entry("a", 0, 4)]
     assert overlap(entries).parts_s == {"a": 4.0}
 
@@ -124,7 +124,7 @@ spans = st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)
 @settings(derandomize=True)
 @given(st.lists(spans, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_overlap_follows_from_the_time_line(found, shuffler):
-    """Computed second by second. The order of the entries does not matter."""
+    """The expected overlap is computed second by second. The order of entries does not matter."""
     entries = [entry(lane, start, start + length) for lane, start, length in found]
     busy = {lane: set() for lane, _, _ in found}
     for lane, start, length in found:

@@ -1,4 +1,4 @@
-"""Fixtures of more than one suite."""
+"""Fixtures that several failure tests use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.failure.memory_stage import open_small
 
 @pytest.fixture
 def small_client(tmp_path: Path) -> Iterator[Client]:
-    """Client of a cluster whose workers hold few values in memory."""
+    """A client of a cluster whose workers hold few values in memory."""
     with open_small(tmp_path) as client:
         yield client
 

@@ -1,8 +1,8 @@
-"""Flips single bits in files and messages; readers notice each flip or get the same rows.
+"""A program that flips single bits in files and messages, and checks that readers notice.
 
-The files are on a real disk, and the messages are what workers send. The seed says which bits. A
-crash ends the process, so the last line tells where it was. That is why tests start it as a
-program of its own.
+A reader has to raise an error or return the same rows. The files are on a real disk, and the
+messages are those that workers send. The seed determines the bits. A flip may crash the process, so
+tests start this as a program; its last line tells the position.
 
     python -m tests.failure.flipped_bits --flips 100000 --seed 7
 """
@@ -56,10 +56,10 @@ from dask_gpurt.transport import wire
 from dask_gpurt.transport.shared import Borrower, Lender, seal
 
 N_ROWS = 300
-#: What a reader may raise: each of these starts something over, sends it again, or computes it
-#: again, and none comes out of a library.
+#: Errors that a reader may raise. The package handles each by a restart, a retry or computing
+#: again. None is an error of a library.
 NOTICED = (ProtocolError, TransportError, DamagedValueError, ShardStorageError)
-#: A length that a bit made large must not be believed.
+#: Limit of the process's memory: readers must not trust a length that a flip made large.
 MOST_NBYTES = 6 << 30
 
 
@@ -83,7 +83,7 @@ def frame() -> pd.DataFrame:
 
 @dataclass
 class Shards:
-    """One packed shard, and how rows are made of its bytes."""
+    """A packed shard, and a function that makes rows of its bytes."""
 
     adapter: Any
     layout_key: bytes
@@ -118,7 +118,7 @@ def shards_of_an_array() -> Shards:
 
 @dataclass
 class Kind:
-    """Bytes of one kind: how many there are, and the outcomes of single flipped bits."""
+    """Bytes of one kind: their number, and the outcomes of flips so far."""
 
     name: str
     nbytes: int
@@ -129,7 +129,7 @@ class Kind:
 
 @contextmanager
 def flipped(fd: int, position: int, bit: int) -> Iterator[None]:
-    """A file with one bit of it flipped."""
+    """Flip one bit of a file inside the block."""
     (byte,) = good = os.pread(fd, 1, position)
     os.pwrite(fd, bytes([byte ^ 1 << bit]), position)
     try:
@@ -209,7 +209,7 @@ def within_a_host(shards: Shards) -> Kind:
     sent = messages.local_message([Outgoing(shards.header, packed)])
     extents = lender.place(lent)
     assert extents is not None
-    # A second buffer is carried by the message itself, as small ones are.
+    # The message itself carries a second buffer, as it does with small ones.
     carried = b"small"
     places = b"".join(position.to_bytes(8, "little") for place in extents for position in place)
     whole = token + places + carried + seal(token, [extents, carried]).to_bytes(4, "little")
@@ -257,7 +257,7 @@ def is_same(got: Any, expected: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value in types whose pickles are equal if they are."""
+    """Convert a value to types whose pickles are equal if the values are."""
     if isinstance(value, pd.DataFrame):
         return [str(value.dtypes), value.index.tolist(), [repr(value[c].tolist()) for c in value]]
     if isinstance(value, np.ndarray):
@@ -283,7 +283,7 @@ def main() -> int:
         found = kinds(Path(directory))
         for number in range(options.flips):
             kind = found[number % len(found)]
-            # Half of all flips are at the beginning, where the smaller and livelier parts are.
+            # Half of all flips are at the beginning, where headers and other small parts are.
             end = min(kind.nbytes, 400) if chosen.random() < 0.5 else kind.nbytes
             position, bit = chosen.randrange(end), chosen.randrange(8)
             where = f"flip {number}: {kind.name}, byte {position}, bit {bit}"

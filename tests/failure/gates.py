@@ -1,10 +1,9 @@
-"""Places in the protocol of a shuffle where a test can stop a worker, and make it do things twice.
+"""Tools that stop a worker at a point of a shuffle, or make it repeat a step.
 
-A *point* is a method or handler of distributed's worker plugin: what a worker does for a shuffle
-passes there, whoever does the work behind it. `replace` puts something else there, on one worker;
-`before` and `after` have something called. A `Gate` stops whoever comes, in whatever process and
-thread, until the test has done what it wanted to do meanwhile. Nothing here waits for time to
-pass, except to give up.
+A *point* is a method or handler of distributed's worker plugin for shuffles. Every worker calls it,
+with stock Dask and with the runtime. `replace` replaces it on one worker; `before` and `after` add
+a call. A `Gate` stops a thread or coroutine of any process until the test opens it. Nothing here
+depends on time, except for deadlines.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from typing import Any
 
 from dask_gpurt.plugins.worker import runtime_of
 
-#: How long anything may take before a test gives up on it.
+#: Seconds after which a test stops waiting and fails.
 DEADLINE_S = 60.0
 
 
 class Gate:
     """A gate that is closed until the test opens it, and tells the test when a visitor waits.
 
-    A visitor connects to a socket and waits for it to be closed, so the gate works across
-    processes, needs no thread, and a visitor that is killed holds up nobody.
+    A visitor connects to a socket and waits until the gate closes it. So the gate works across
+    processes and needs no thread, and a visitor that is killed blocks no other.
     """
 
     def __init__(self) -> None:
-        # Not pytest's directory: the name of a socket has to be short.
+        # pytest's temporary directory has a path that is too long for a socket.
         self._directory = tempfile.mkdtemp(prefix="gate-")
         self.path = os.path.join(self._directory, "gate")
         self._listener = socket.socket(socket.AF_UNIX)
@@ -46,7 +45,7 @@ class Gate:
         self._visitors: list[socket.socket] = []
 
     def wait_for(self, n_visitors: int = 1) -> None:
-        """Return once so many wait here."""
+        """Return once this many visitors wait here."""
         while len(self._visitors) < n_visitors:
             try:
                 visitor, _ = self._listener.accept()
@@ -87,14 +86,14 @@ def until(is_so: Callable[[], Any], what: str) -> None:
 #: Points that task threads pass are methods of the plugin, the others are handlers on the loop.
 METHODS = {"transfer": "add_partition", "conclude": "barrier", "unpack": "get_output_partition"}
 HANDLERS = {"receive": "shuffle_receive", "barrier": "shuffle_inputs_done"}
-#: Where every message passes that a worker sends, whatever its way; on the loop as well.
+#: The point through which a worker sends every message, on any transport; on the loop, too.
 DELIVER = "deliver"
-#: Those that every worker that takes part comes to; one alone concludes a shuffle.
+#: Points that every participating worker reaches. Only one worker concludes a shuffle.
 POINTS = ("transfer", "unpack", *HANDLERS)
 
-#: What was replaced on each worker of this process.
+#: The originals of replaced points, for each worker of this process.
 _stock: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-# Not the loop's own threads: those close runs, and visitors may sit in all of them.
+# Visitors could block all of the loop's own threads, which also close runs.
 _waiting_room = ThreadPoolExecutor(64, thread_name_prefix="waiting-room")
 
 
@@ -116,7 +115,7 @@ def _put(worker: Any, point: str, function: Any) -> None:
 
 
 def replace(worker: Any, point: str, make: Callable[[Any], Any]) -> None:
-    """Replace what a worker does at a point by `make(original)`, until `restore`."""
+    """Replace a point on a worker by `make(original)`, until `restore`."""
     there = _look_up(worker, point)
     _stock.setdefault(worker, {}).setdefault(point, there)
     _put(worker, point, make(there))
@@ -167,7 +166,7 @@ def after(worker: Any, point: str, visit: Callable[[], None]) -> None:
 
 
 def from_call(nth: int, visit: Callable[[], None]) -> Callable[[], None]:
-    """`visit`, from the n-th call on."""
+    """Return a function that calls `visit` from its n-th call on."""
     calls = itertools.count(1)
 
     def counted() -> None:
@@ -191,7 +190,7 @@ def deliver_again(worker: Any, times: int, peers: list[str]) -> None:
 
 
 def repeat(worker: Any, point: str, times: int) -> None:
-    """Make a worker repeat what it does at a point several times."""
+    """Make a worker execute a point several times at each call."""
 
     def make(proceed: Any) -> Any:
         def in_thread(*args: Any, **kwargs: Any) -> Any:

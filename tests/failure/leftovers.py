@@ -20,7 +20,7 @@ _PACKAGE = os.path.dirname(dask_gpurt.__file__) + os.sep
 
 
 async def left_on(dask_worker: Any) -> list[str]:
-    """Describe what is left on a worker of this process. Runs on the worker's loop."""
+    """Describe leftovers on a worker of this process. Runs on the worker's loop."""
     found = files_in(dask_worker.local_directory)
     runs = dask_worker.plugins.get("shuffle")
     if runs is not None:
@@ -36,7 +36,7 @@ async def left_on(dask_worker: Any) -> list[str]:
 
 
 def files_in(directory: str) -> list[str]:
-    """Spill directories under a worker's own one, and open files that had a name in one."""
+    """List spill directories in a worker's own one, and open files that were in one."""
     found = []
     if os.path.isdir(directory):
         found = [f"directory {name}" for name in os.listdir(directory) if name.startswith("gpurt-")]
@@ -56,7 +56,7 @@ def _memory_of(worker: Any) -> list[str]:
         "bytes of the pool": state.pool.used_nbytes,
         "bytes on their way out": state.links.outgoing.used_nbytes,
         "bytes of the budget": state._budget.used_nbytes if state._budget is not None else 0,
-        # A worker that closed is not told any more how its last task ended; nothing outlives it.
+        # A closed worker does not learn that its last task has ended, but it keeps nothing.
         "partitions to let go of": len(state._to_release) if worker.status != Status.closed else 0,
         "runs that have not ended": len(state._runs),
     }
@@ -78,7 +78,7 @@ def ucx_report(dask_worker: Any) -> dict[str, Any] | None:
 
 
 def links_to_nobody(client: Any) -> dict[str, list[str]]:
-    """Links over UCX to an engine that no worker has, by worker."""
+    """Return UCX links to engines that no worker has any more, by worker."""
     reports = {address: found for address, found in client.run(ucx_report).items() if found}
     there = {report["token"] for report in reports.values()}
     gone = {address: sorted({*report["peers"]} - there) for address, report in reports.items()}
@@ -95,9 +95,9 @@ def _is_ours(task: asyncio.Task[Any]) -> bool:
 
 
 def forget_logged_errors() -> None:
-    """Drop the errors in pytest's records of the log, whose frames keep messages.
+    """Drop the errors in pytest's log records, because their frames keep messages alive.
 
-    pytest has their text already.
+    pytest has already formatted their text.
     """
     for handler in logging.getLogger().handlers:
         for record in getattr(handler, "records", ()):
@@ -105,9 +105,9 @@ def forget_logged_errors() -> None:
 
 
 def assert_nothing_left(client: Any, *closed: Any) -> None:
-    """Return once nothing is left on any worker, nor on those of this process that were closed.
+    """Return once nothing is left on any worker, nor on closed workers of this process.
 
-    Runs are closed on the workers some time after their last output, so this asks until it is so.
+    Workers close runs some time after the last output, so this asks repeatedly.
     """
     give_up = time.monotonic() + DEADLINE_S
     while True:

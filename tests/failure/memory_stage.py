@@ -24,8 +24,8 @@ BLOCK_NBYTES = 2 * MIB
 N_BLOCKS = 40
 MEMORY_NBYTES = 32 * MIB
 
-#: What the process takes besides is not looked at: several workers are one process, or the
-#: libraries that a worker imports are larger than all of its values.
+#: Limits on the memory of the whole process are off. Several workers share one process, or the
+#: libraries that a worker imports are larger than its values.
 SETTINGS = NEVER_GIVE_UP | {
     "gpurt.enabled": False,
     "distributed.worker.memory.target": 0.6,
@@ -39,7 +39,7 @@ SETTINGS = NEVER_GIVE_UP | {
 def open_small(
     directory: Path, *, processes: bool = False, n_workers: int = 2, threads: int = 1, **config: Any
 ) -> Iterator[Client]:
-    """Workers that hold 19 MiB of values in memory each, with the runtime on."""
+    """Start workers that hold 19 MiB of values in memory each, with the runtime on."""
     kind: dict[str, Any] = {"processes": processes, "silence_logs": 50 if processes else False}
     if not processes:
         kind["protocol"] = "tcp://"
@@ -59,7 +59,7 @@ def open_small(
 
 
 def make_block(number: int, nbytes: int = BLOCK_NBYTES) -> np.ndarray:
-    """Different for every number, and not all the same inside."""
+    """Return a block that differs for each number, with different items."""
     return np.random.default_rng(number).integers(0, 1 << 40, nbytes // 8)
 
 
@@ -72,7 +72,7 @@ def expected_sums(n_blocks: int = N_BLOCKS) -> list[int]:
 
 
 def make_blocks(client: Client, n_blocks: int = N_BLOCKS, **options: Any) -> list[Any]:
-    """Futures of more than the workers hold in memory."""
+    """Return futures of more blocks than the workers hold in memory."""
     return client.map(make_block, range(n_blocks), **options)
 
 
@@ -86,23 +86,23 @@ def store_of(dask_worker: Any) -> Any:
 
 
 def disk_of(dask_worker: Any) -> Any:
-    """The disk tier of a worker."""
+    """Return the disk tier of a worker."""
     return next(tier for tier in dask_worker.data._carrier._tiers.values() if tier.name == "disk")
 
 
 def stores(client: Client) -> list[Any]:
-    """Those of the workers of this process."""
+    """Return the stores of the workers of this process."""
     return [worker.data for worker in client.cluster.workers.values()]
 
 
 def have_calls_pass(dask_worker: Any, **hooks: Callable[..., Any]) -> None:
-    """Have the disk tier call the system through hooks (`tests.memory.faulty_system`)."""
+    """Let the disk tier call the system through hooks (`tests.memory.faulty_system`)."""
     tier = disk_of(dask_worker)
     tier._files._system = tier._directory._system = System(**hooks)
 
 
 def hold_a_call(dask_worker: Any, name: str, path: str) -> None:
-    """Have a worker's disk tier stop at a gate before each system call of a name."""
+    """Make a worker's disk tier stop at a gate before each system call of this name."""
 
     def held(real: Any, *args: Any, **kwargs: Any) -> Any:
         pass_gate(path)
@@ -112,7 +112,7 @@ def hold_a_call(dask_worker: Any, name: str, path: str) -> None:
 
 
 def hold_after_the_write(dask_worker: Any, path: str) -> None:
-    """Have a worker stop when a value is in its file and the store does not know of it yet."""
+    """Make a worker stop when a value is in its file, but not yet recorded in the store."""
     tier = disk_of(dask_worker)
     put = tier.put
 
@@ -125,9 +125,9 @@ def hold_after_the_write(dask_worker: Any, path: str) -> None:
 
 
 def orphans(directory: Path) -> list[str]:
-    """Directories of values under a directory whose process is dead, and files of no directory."""
+    """List value directories of dead processes in a directory, and lock files without one."""
     found = []
-    # Unlike a glob, this does not mind what goes away meanwhile.
+    # Unlike a glob, this does not fail if a file disappears meanwhile.
     paths = [Path(at, name) for at, ds, fs in os.walk(directory) for name in (*ds, *fs)]
     for path in paths:
         if not path.name.startswith("dask-gpurt-values-"):

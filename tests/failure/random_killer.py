@@ -1,11 +1,11 @@
-"""Kills workers and nannies at random points of real joins, again and again.
+"""A program that kills workers and nannies at random points of real joins, and checks answers.
 
-Every answer is right, comes in time, and nothing is left. The scheduler, each nanny and each worker
-is a process of its own, and workers spill values and shards.
+Every answer has to be right and in time, and nothing may be left. The scheduler, each nanny and
+each worker is a process of its own. Workers spill values and shards.
 
-Random, but not in time: the seed says which query, which kind of event, which of them, and who
-dies. Every event of a shuffle on any worker is reported to this process, and goes on only once it
-was counted.
+The seed determines the query, the kind and number of the event, and the process that dies. Time
+does not matter: workers report every event of a shuffle to this process, and continue only once it
+is counted.
 
     python -m tests.failure.random_killer --runs 100 --transport ucx
 """
@@ -50,20 +50,20 @@ SCALE = 0.02
 #: Joins with several shuffles each, some of them outer or semi joins.
 QUERIES = (3, 4, 5, 7, 9, 10, 13, 18)
 
-#: Who dies: one worker, one nanny with its worker, or all workers at once.
+#: The victim: one worker, one nanny with its worker, or all workers at once.
 WHO = ("worker", "nanny", "all workers")
-#: A query takes some seconds. One that takes so long hangs.
+#: A query takes a few seconds. One that reaches this deadline hangs.
 HANG_S = 120.0
 
 SETTINGS = {
     # A merge of small tables would not shuffle otherwise.
     "dataframe.shuffle.method": "p2p",
     "gpurt.strict": True,
-    # Some shards are on disk as well when it happens.
+    # With so little memory, some shards are on disk at the time of a kill.
     "gpurt.shuffle.memory": "1 MiB",
 }
 
-#: Of the processes: values beyond 4 MiB are written to disk.
+#: Environment of the processes: workers write values beyond 4 MiB to disk.
 ENVIRONMENT = {
     "DASK_DISTRIBUTED__WORKER__MEMORY__TARGET": "0.004",
     "DASK_DISTRIBUTED__WORKER__MEMORY__PAUSE": "False",
@@ -84,7 +84,7 @@ def report(path: str, point: str) -> None:
 
 
 class Reports(WorkerPlugin):
-    """Makes every worker, also a replacement of a killed one, report each event."""
+    """A plugin that makes every worker report each event, also replacements of killed ones."""
 
     name = "reports"
 
@@ -92,7 +92,7 @@ class Reports(WorkerPlugin):
         self.path = path
 
     async def setup(self, worker: Any) -> None:
-        # A joining worker sets its plugins up at the same time, in any order.
+        # A joining worker sets its plugins up concurrently, in any order.
         while "shuffle" not in worker.plugins:
             await asyncio.sleep(0)
         for point in gates.POINTS:
@@ -110,7 +110,7 @@ class Kill:
 
 
 class Killer:
-    """Counts events, and kills when it is time."""
+    """Counts events, and kills the planned process at the planned event."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="killer-")
@@ -126,7 +126,7 @@ class Killer:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def arm(self, plan: Kill | None, pids: list[list[int]]) -> None:
-        """Count from zero, and act on this plan: kill the processes of its victim."""
+        """Reset the counts, and set the plan; `pids` are the processes of each victim."""
         with self._lock:
             self.counts.clear()
             self.has_killed = False
@@ -203,7 +203,7 @@ class Arena:
         return int(runs["gpurt"])
 
     def _spilled_nbytes(self) -> int:
-        """Bytes of values that workers wrote to disk, as far as they live."""
+        """Return the bytes of values that living workers have written to disk."""
         reports = dask_gpurt.status(self._client)["workers"].values()
         io = [report["memory"]["io"] for report in reports if report]
         return int(sum(one.get("disk-write-bytes", 0) for one in io))
@@ -213,7 +213,7 @@ class Arena:
         return {int(worker["name"]): address for address, worker in workers.items()}
 
     def _heal(self) -> None:
-        """Start another nanny in place of each that is gone, once its worker is gone, too."""
+        """Replace each nanny that has ended, once its worker has ended, too."""
         for number, nanny in enumerate(self._nannies):
             if nanny.poll() is not None:
                 until(lambda number=number: number not in self._names(), "its worker lives on")
@@ -226,7 +226,7 @@ class Arena:
         return [pids[names[number]] for number in range(N_WORKERS)]
 
     def _run(self, query: int, plan: Kill | None) -> int:
-        """Run a query; how many runs its shuffles took. Its answer is checked."""
+        """Run a query, check its answer, and return the number of runs of its shuffles."""
         before = self._n_runs()
         workers = self._pids()
         pids = {
@@ -244,7 +244,7 @@ class Arena:
             with self._client.as_current():
                 return tpch_queries.QUERIES[query](self._tables)
 
-        # Not a context: it would wait for a query that hangs.
+        # As a context, it would wait for a query that hangs.
         threads = ThreadPoolExecutor(1)
         try:
             return threads.submit(answer).result(HANG_S)
@@ -264,20 +264,20 @@ class Arena:
         return self._answers[query]
 
     def _rehearse(self, query: int) -> None:
-        """Learn how many events a query has when nothing happens."""
+        """Count the events of a query without a kill."""
         if query not in self._events:
             self._n_shuffles[query] = self._run(query, None)
             self._events[query] = self._killer.counts.copy()
             assert set(self._events[query]) == set(gates.POINTS)
 
     def once(self, seed: int) -> Outcome:
-        """One query with one kill."""
+        """Run one query with one kill."""
         choose = random.Random(seed)
         query = choose.choice(QUERIES)
         self._rehearse(query)
         point = choose.choice(gates.POINTS)
-        # Tasks are always as many. Messages, and workers that are asked to a barrier, depend on who
-        # did what, so that not all of them can be met again.
+        # The number of tasks is fixed. The numbers of messages and of workers at a barrier vary
+        # with placement, so a later event may not happen again.
         n_sure = self._events[query][point] // (2 if point in gates.HANDLERS else 1)
         nth, victim = choose.randint(1, max(1, n_sure)), choose.randrange(N_WORKERS)
         plan = Kill(point, nth, victim, choose.choice(WHO))
@@ -294,7 +294,7 @@ class Arena:
 
 @contextlib.contextmanager
 def open_arena(directory: Path, transport: str = "auto") -> Iterator[Arena]:
-    """An arena; in the end no process of it is left, and no file."""
+    """Start an arena; at the end, check that none of its processes and files are left."""
     killer = Killer()
     with (
         contextlib.closing(killer),
@@ -312,7 +312,7 @@ def open_arena(directory: Path, transport: str = "auto") -> Iterator[Arena]:
 
 
 def _of(place: str) -> list[psutil.Process]:
-    """Processes that run in a directory."""
+    """Return the processes that run in a directory."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -21,24 +21,24 @@ import dask_gpurt
 from tests.failure.gates import DEADLINE_S, pass_gate, restore
 from tests.integration.comparing import collection
 
-#: Two of each that does something, so that a shuffle can go on without one of them.
+#: There are two senders and two receivers, so that a shuffle can go on without one of them.
 ROLES = {"sender": (0, 1), "receiver": (2, 3), "bystander": (4,)}
 N_INPUTS = 6
 N_OUTPUTS = 6
 ROWS = 4_000
 
-#: Settings for each way that shards can travel.
+#: Settings for each transport of shards.
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "comm": {"gpurt.shuffle.transport": "comm"},
     "shared": {"gpurt.shuffle.transport": "auto"},
     "ucx": {"gpurt.shuffle.transport": "ucx"},
 }
 
-#: A local cluster looks after a worker some time after it left, and closes its nanny if it is
-#: gone just then. Here the same one may have come back and been killed again.
+#: A local cluster checks a worker some time after it left, and closes its nanny if it is still
+#: gone. Here, the worker may have come back and been killed again at that time.
 NEVER_GIVE_UP = {"distributed.deploy.lost-worker-timeout": "1 hour"}
 
-#: Little memory for shards, so that every cell has some on disk as well.
+#: With so little memory for shards, every test has some on disk, too.
 SETTINGS = NEVER_GIVE_UP | {"gpurt.shuffle.memory": "128 KiB"}
 
 
@@ -61,14 +61,14 @@ def expected() -> list[pd.DataFrame]:
 
 
 def make_input(number: int, gate: str | None, times: dict[str, int]) -> pd.DataFrame:
-    """An input partition; made behind a gate, and several times over on some workers."""
+    """Return an input partition; wait at a gate first, and make it repeatedly on some workers."""
     if gate is not None:
         pass_gate(gate)
     return [frame(number) for _ in range(times.get(get_worker().address, 1))][-1]
 
 
 class Departures(SchedulerPlugin):
-    """Tells when a worker is gone."""
+    """A scheduler plugin that can wait until a worker is gone."""
 
     name = "departures"
 
@@ -77,7 +77,7 @@ class Departures(SchedulerPlugin):
         self._gone: set[str] = set()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        # It may have the port of one that left before.
+        # The new worker may have the port of one that left before.
         with self._changed:
             self._gone.discard(worker)
 
@@ -93,7 +93,7 @@ class Departures(SchedulerPlugin):
 
 
 class Barriers(SchedulerPlugin):
-    """Tells how often the barrier of a shuffle was given to a worker."""
+    """A scheduler plugin that counts how often a barrier was assigned to a worker."""
 
     name = "barriers"
 
@@ -116,7 +116,7 @@ class Barriers(SchedulerPlugin):
 class Stage:
     """Five workers with roles, and one shuffle at a time.
 
-    Inputs are made, and taken apart, on the senders. Outputs are owned by the receivers.
+    Senders make and divide the input partitions. Receivers own the outputs.
     """
 
     def __init__(self, cluster: LocalCluster, client: Client, transport: str) -> None:
@@ -130,8 +130,8 @@ class Stage:
         plugin = scheduler.plugins["shuffle"]
 
         def owners(spec: Any) -> dict[int, str]:
-            # Restrictions would do as well, but stock assigns outputs to workers that are named
-            # in the barrier's restrictions even when they are gone.
+            # Restrictions would not work: stock Dask assigns outputs to workers in the barrier's
+            # restrictions even if they are gone.
             live = [w.address for w in scheduler.workers.values() if w.name in ROLES["receiver"]]
             return {p: spec.pick_worker(p, live) for p in spec.output_partitions}
 
@@ -143,7 +143,7 @@ class Stage:
         cluster.sync(prepare)
 
     def addresses(self, role: str) -> list[str]:
-        """Of the workers with a role; of one that is being started again, once it is there."""
+        """Return the addresses of the workers with a role; wait for a restarted one."""
         give_up = time.monotonic() + DEADLINE_S
         while True:
             workers = self.client.scheduler_info(n_workers=-1)["workers"]
@@ -153,12 +153,12 @@ class Stage:
             assert time.monotonic() < give_up, f"of the {role}s there are {sorted(by_name)}"
 
     def worker_at(self, address: str) -> Any:
-        """A worker of this process."""
+        """Return the worker of this process with this address."""
         (worker,) = (w for w in self.cluster.workers.values() if w.address == address)
         return worker
 
     def tell(self, address: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function(worker, *args)` where the worker is, on its loop."""
+        """Call `function(worker, *args)` in the worker's process, on its loop."""
 
         async def call(dask_worker: Any) -> Any:
             found = function(dask_worker, *args)
@@ -167,13 +167,13 @@ class Stage:
         return self.client.run(call, workers=[address])[address]
 
     def shuffle(self, gate: str | None = None, times: dict[str, int] | None = None) -> list[Any]:
-        """Start a shuffle; futures of its outputs."""
+        """Start a shuffle, and return futures of its outputs."""
         inputs = [
             dask.delayed(make_input, pure=False)(number, gate, times or {})
             for number in range(N_INPUTS)
         ]
         senders, receivers = self.addresses("sender"), self.addresses("receiver")
-        # Never where the victim is, so that it is always the same.
+        # The barrier is never on the victim, so that every test has the same situation.
         barrier = receivers[1:]
 
         def place(key: Any) -> list[str]:
@@ -195,7 +195,7 @@ class Stage:
         self.wait(outputs)
         return list(self.client.gather(outputs))
 
-    def let_go_of(self, outputs: list[Any]) -> None:
+    def forget(self, outputs: list[Any]) -> None:
         """Make the scheduler forget a shuffle, even if futures still refer to it."""
         for future in outputs:
             future.release()
@@ -205,7 +205,7 @@ class Stage:
             wait(outputs, timeout=DEADLINE_S)
 
     def wait_for_done(self, n_outputs: int, outputs: list[Any]) -> None:
-        """Return once so many of the outputs are there, whichever."""
+        """Return once this many outputs are done, whichever they are."""
         with self.client.as_current():
             done = as_completed(outputs, timeout=DEADLINE_S)
             for _ in range(n_outputs):
@@ -220,7 +220,7 @@ class Stage:
         return {link["path"] for worker in workers for link in worker["links"].values()}
 
     def wait_until_stuck(self, paused: str, outputs: list[Any]) -> None:
-        """Return once nothing more can happen without a worker that is paused."""
+        """Return once the shuffle cannot continue without a paused worker."""
         scheduler = self.cluster.scheduler
 
         async def is_stuck() -> bool:
@@ -237,7 +237,7 @@ class Stage:
             assert time.monotonic() < give_up, "the others neither finish nor get stuck"
 
     def wait_for_blocked_producers(self, n_threads: int) -> None:
-        """Return once this many threads wait to hand shards over for a peer."""
+        """Return once this many threads wait for room in a peer's queue of shards."""
 
         def n_blocked(worker: Any) -> int:
             runs = worker.plugins["shuffle"].shuffle_runs._runs
@@ -253,13 +253,13 @@ class Stage:
 
 @contextlib.contextmanager
 def open_stage(transport: str, processes: bool = False, threads: int = 1) -> Iterator[Stage]:
-    """A cluster of five workers, in this process or in one each."""
+    """Start a cluster of five workers, in this process or in one process each."""
     options: dict[str, Any] = {"n_workers": 5, "threads_per_worker": threads}
     options |= {"dashboard_address": ":0"}
     if processes:
         options |= {"silence_logs": 50}
     else:
-        # Without a limit nothing but the test pauses a worker.
+        # Without a memory limit, only the test pauses a worker.
         options |= {"processes": False, "protocol": "tcp://", "silence_logs": False}
         options |= {"memory_limit": 0}
     with (
@@ -273,7 +273,7 @@ def open_stage(transport: str, processes: bool = False, threads: int = 1) -> Ite
 
 @contextlib.contextmanager
 def leaving(stage: Stage, victim: str) -> Iterator[None]:
-    """A worker of this process is retired: gone at the start of the block, closed at its end."""
+    """Retire a worker of this process at the start of the block, and close it at the end."""
     closed = [w for w in stage.cluster.workers.values() if w.address == victim]
     stage.closed += closed
     with ThreadPoolExecutor(1) as thread:

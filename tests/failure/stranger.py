@@ -1,14 +1,14 @@
-"""A stranger on every port of the workers, while they shuffle over UCX.
+"""A program in which strangers connect to every port of workers that shuffle over UCX.
 
 ::
 
     python -m tests.failure.stranger --seconds 300
 
-The stranger knows ports and no key. It connects with UCX and sends large messages. It opens sockets
-and says nothing, or sends noise a byte at a time and all at once.
+A stranger knows the ports, but no key. It connects with UCX and sends large messages. It also opens
+sockets that stay silent, or sends noise, byte by byte or all at once.
 
-Workers grow by about 0.05 MiB with each shuffle, and by more with stock Dask: they log and profile
-themselves. So a second cluster runs as many shuffles with no stranger near, and both are printed.
+Workers grow by about 0.05 MiB with each shuffle, and by more with stock Dask, because they log and
+profile themselves. So a second cluster runs as many shuffles without strangers, for comparison.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 
-#: A stranger may cost a worker this much memory.
+#: Most memory by which strangers may make a worker grow.
 MOST_NBYTES = 64 << 20
 
-#: A burst of messages connects so often to each port.
+#: Connections of one burst of messages to each port.
 BURST_ROUNDS = 20
 
 
 def ports_of(pid: int) -> list[int]:
-    """TCP ports that a process listens on."""
+    """Return the TCP ports that a process listens on."""
     connections = psutil.Process(pid).net_connections("tcp")
     return sorted({one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN})
 
@@ -64,7 +64,7 @@ def noise(ports: list[int], stop: Any) -> None:
 
 
 def ucx_burst(ports: list[int]) -> None:
-    """Send 16 MiB each over new endpoints of UCX, copied on the way, without a greeting."""
+    """Send messages of 16 MiB over new UCX endpoints, without a greeting; UCX copies them."""
     from dask_gpurt.transport import ucx_context
 
     os.environ["UCX_RNDV_THRESH"] = "inf"
@@ -86,7 +86,7 @@ def ucx_burst(ports: list[int]) -> None:
 
 
 def ucx_messages(ports: list[int], stop: Any) -> None:
-    """Bursts, a process each: a process that goes on runs out of files within seconds."""
+    """Send bursts from new processes, because one process would soon run out of files."""
     while not stop.is_set():
         burst = multiprocessing.get_context("spawn").Process(target=ucx_burst, args=(ports,))
         burst.start()
@@ -115,7 +115,7 @@ def strangers(ports: list[int], kinds: list[Any]) -> Any:
 
 
 def shuffled(client: Client, number: int) -> int:
-    """Shuffle, and return how many rows are right."""
+    """Shuffle, and return the number of correct rows."""
     numbers = np.random.default_rng(number).integers(0, 1000, 200_000)
     frame = pd.DataFrame({"key": numbers, "x": np.arange(200_000)})
     found = client.compute(dd.from_pandas(frame, npartitions=8).shuffle("key")).result()
@@ -124,7 +124,7 @@ def shuffled(client: Client, number: int) -> int:
 
 
 def grown(kinds: list[Any], seconds: float = 0, at_least: int = 2) -> dict[str, Any]:
-    """Shuffle beside these kinds of stranger; returns ports, memory and shuffles."""
+    """Shuffle with these kinds of strangers; return ports, memory and number of shuffles."""
     settings = {
         "gpurt.enabled": True,
         "gpurt.shuffle.transport": "ucx",
@@ -167,7 +167,7 @@ def grown(kinds: list[Any], seconds: float = 0, at_least: int = 2) -> dict[str, 
 
 
 def report(seconds: float) -> dict[str, Any]:
-    """Shuffle beside strangers, then as often without; returns both, and the cost of strangers."""
+    """Shuffle with strangers, then as often without; return both, and the strangers' cost."""
     beside = grown(KINDS, seconds)
     alone = grown([], at_least=beside["shuffles"])
     return {**beside, "alone": alone, "cost_mib": beside["grew_mib"] - alone["grew_mib"]}

@@ -1,6 +1,6 @@
-"""Workers that take long to close in the middle of a shuffle, without being killed.
+"""Shuffles give the right result if a worker takes long to close in their middle.
 
-Between the moment their runs are closed and the one the scheduler notices, they still answer.
+Such a worker has closed its runs, but still answers until the scheduler notices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.integration.comparing import assert_same_partitions
 
 @pytest.fixture(params=["comm", "shared"])
 def stage(request: Any) -> Iterator[Stage]:
-    # Each shard is a message, so that some still wait while others are under way.
+    # Each shard is a message, so that some wait while others are in flight.
     with (
         dask.config.set({"gpurt.shuffle.message-size": "1 B"}),
         open_stage(request.param) as stage,
@@ -33,7 +33,7 @@ def stage(request: Any) -> Iterator[Stage]:
 
 
 class Lingers(WorkerPlugin):
-    """Of a user: something that has to be brought to an end first."""
+    """A user's plugin that delays the end of its worker."""
 
     name = "lingers"
 
@@ -50,7 +50,7 @@ def _linger(worker: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def closing(stage: Stage, victim: str) -> Iterator[None]:
-    """A worker closes by itself: its runs are closed in the block, and it is gone after it."""
+    """Close a worker: inside the block its runs are closed, and after it the worker is gone."""
     worker = stage.worker_at(victim)
     stage.closed.append(worker)
     shuffles = worker.plugins["shuffle"]
@@ -62,7 +62,7 @@ def closing(stage: Stage, victim: str) -> Iterator[None]:
 
         task = stage.cluster.sync(begin)
         gate.wait_for()
-        until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs, "its runs go on")
+        until(lambda: shuffles.closed and not shuffles.shuffle_runs._runs, "its runs stay open")
         yield
         gate.open()
         stage.departures.wait_for(victim)
@@ -85,12 +85,12 @@ def _is_held(worker: Any) -> bool:
 
 def assert_it_ran_again_and_left_nothing(stage: Stage, outputs: list[Any]) -> None:
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> None:
-    """It has dropped them then. That is not to be taken for delivered."""
+def test_unsent_messages_of_a_closing_sender_do_not_count(stage: Stage) -> None:
+    """The sender has dropped them, and must not report them as delivered."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
     with Gate() as asked, Gate() as taken:
@@ -101,10 +101,10 @@ def test_closing_sender_with_unsent_messages_at_the_barrier(stage: Stage) -> Non
         asked.wait_for()
         asked.open()
         run = next(iter(worker.plugins["shuffle"].shuffle_runs._runs))
-        until(lambda: run.transferred, "it is not asked")
+        until(lambda: run.transferred, "the barrier does not ask the sender")
         with closing(stage, victim):
             taken.open()
-            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
+            until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
@@ -119,13 +119,13 @@ def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
         asked.wait_for()
         with closing(stage, victim):
             asked.open()
-            until(lambda: _is_held(worker) or is_done(outputs), "it neither answers nor waits")
+            until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
 def test_messages_wait_for_the_next_run_of_a_closing_receiver(stage: Stage) -> None:
-    """They wait until it is gone, and for the run that follows then."""
+    """Messages wait until the receiver is gone, and then for the next run."""
     victim = stage.addresses("receiver")[0]
     worker = stage.worker_at(victim)
     refused: list[Any] = []

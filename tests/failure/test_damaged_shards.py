@@ -1,4 +1,4 @@
-"""Spilled shards that were damaged on disk: the shuffle restarts.
+"""A shuffle restarts if its spilled shards were damaged on disk.
 
 The files, their damage and the system's errors are real. A shuffle starts over at most once for
 each worker, because the next run of a worker that met damage keeps its shards in memory.
@@ -45,7 +45,7 @@ def flip_bits(fd: int) -> None:
 
 
 def lose_writes(fd: int) -> None:
-    """The file has its length, and zeros."""
+    """Replace the content of a file by zeros, as after lost writes."""
     nbytes = os.fstat(fd).st_size
     os.ftruncate(fd, 0)
     os.ftruncate(fd, nbytes)
@@ -56,14 +56,14 @@ def cut_short(fd: int) -> None:
 
 
 def answer_eio(fd: int) -> None:
-    """Where nothing is mapped, a process's memory reads with EIO, as a broken disk does."""
+    """Make reads fail with EIO, as on a broken disk; unmapped process memory does that."""
     memory = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(memory, fd, inheritable=False)
     os.close(memory)
 
 
 def answer_ebadf(fd: int) -> None:
-    """A descriptor that cannot be read, as after a network file system went away."""
+    """Make a descriptor unreadable, as after a network file system has gone."""
     other = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(other, fd, inheritable=False)
     os.close(other)
@@ -74,7 +74,7 @@ DAMAGES = [flip_bits, lose_writes, cut_short, answer_eio, answer_ebadf]
 
 @pytest.fixture
 def harm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., set[int]]:
-    """Has every file harmed before a run of a worker first reads; which runs there were."""
+    """Return a function that damages each file before a run first reads it; it returns run ids."""
 
     def harm(damage: Callable[[int], None], n_runs: int) -> set[int]:
         read = ExchangeRun.get_output_partition
@@ -112,7 +112,7 @@ def rechunked(client: Client) -> None:
 
 
 def merged(client: Client) -> None:
-    """Both sides are shuffled, and start over together."""
+    """Merge two tables and check the result; both shuffles restart together."""
     parts = [frame(number) for number in range(4)]
     other = pd.DataFrame({"key": np.arange(1000), "more": np.arange(1000) * 3})
     others = [other[number::4] for number in range(4)]
@@ -139,7 +139,7 @@ def test_damaged_shard_restarts_the_shuffle(
     assert 2 <= len(run_ids) <= 3
     assert runs(spilling)["stock"] == 0
     told = [record.getMessage() for record in caplog.records if "Check that disk" in record.message]
-    # Once a worker, and both are in this process.
+    # Each of the two workers logs at most once, and both are in this process.
     assert 1 <= len(told) <= 2
     assert "temporary-directory" in told[0]
 
@@ -153,7 +153,7 @@ def test_damaged_shard_restarts_the_rechunk(spilling: Client, harm: Any) -> None
 def test_damaged_shard_restarts_the_merge(spilling: Client, harm: Any) -> None:
     run_ids = harm(flip_bits, 2)
     merged(spilling)
-    # The run of the other side may be over before anybody reads from it.
+    # The run of the other side may end before a task reads from it.
     assert 3 <= len(run_ids) <= 6
 
 
@@ -161,7 +161,7 @@ def test_damaged_shard_restarts_the_merge(spilling: Client, harm: Any) -> None:
 def test_workers_stop_using_a_disk_that_stays_broken(
     spilling: Client, harm: Any, damage: Any
 ) -> None:
-    """Each worker meets the damage once for each shuffle, and then does without its disk."""
+    """Each worker notices the damage once for each shuffle, and then does not use its disk."""
     run_ids = harm(damage, 1000)
     for _ in range(2):
         run_ids.clear()

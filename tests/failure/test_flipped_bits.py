@@ -1,4 +1,4 @@
-"""A thousand bits flip in files and messages: no wrong row, no crash."""
+"""A thousand flipped bits in files and messages cause no wrong row and no crash."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_flipped_bits_never_change_a_result() -> None:
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "1,000 flips, 0 wrong or unexpected" in done.stdout
-    # It would be as quiet if it read what nobody touched.
+    # This fails if the program reads bytes that it did not flip.
     noticed = sum(map(int, re.findall(r"'noticed': (\d+)", done.stdout)))
     assert noticed > 950

@@ -1,4 +1,4 @@
-"""Failures during a read of a peer's memory: the loop keeps running, and reads end safely."""
+"""If a peer fails during a read of its memory, the loop keeps running and the read ends safely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(read: Callable[..., None], path: str) -> Callable[..., None]:
 
 
 def _hold_reads(worker: Any, path: str) -> None:
-    """In a process that ends with the test."""
+    """Make reads wait at a gate, in a worker process that ends with the test."""
     transport_choice.LEAST_THREAD_NBYTES = 0
     shared._read_into = held(shared._read_into, path)
 
@@ -66,7 +66,7 @@ def test_event_loop_answers_during_a_blocked_read(stage: Stage, gate: Gate) -> N
     gate.open()
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)
 
 
@@ -74,7 +74,7 @@ def test_run_ends_during_a_blocked_read(stage: Stage, gate: Gate) -> None:
     outputs = stage.shuffle()
     gate.wait_for()
     assert_loop_answers(stage)
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     give_up = time.monotonic() + DEADLINE_S
     while any(stage.tell(address, _n_open_runs) for address in stage.addresses("receiver")):
         assert time.monotonic() < give_up, "a run waits for a read"
@@ -86,13 +86,13 @@ def test_run_ends_during_a_blocked_read(stage: Stage, gate: Gate) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_sender_is_killed_during_a_read_of_its_memory(gate: Gate) -> None:
+def test_sender_killed_during_a_read_costs_one_more_run(gate: Gate) -> None:
     with open_stage("shared", processes=True) as stage:
         for receiver in stage.addresses("receiver"):
             stage.tell(receiver, _hold_reads, gate.path)
         outputs = stage.shuffle()
         gate.wait_for(2)
-        # Both may be messages of one of them, and the other one not have begun.
+        # Both messages may come from one sender, while the other one has not begun.
         victim = next(one for one in stage.addresses("sender") if stage.tell(one, _n_open_runs))
         os.kill(stage.tell(victim, lambda worker: os.getpid()), signal.SIGKILL)
         stage.departures.wait_for(victim)
@@ -100,5 +100,5 @@ def test_sender_is_killed_during_a_read_of_its_memory(gate: Gate) -> None:
         assert_same_partitions(stage.results(outputs), expected())
         assert stage.runs() == {"gpurt": 2, "stock": 0}
         stage.client.wait_for_workers(sum(map(len, ROLES.values())), timeout=DEADLINE_S)
-        stage.let_go_of(outputs)
+        stage.forget(outputs)
         assert_nothing_left(stage.client)

@@ -1,4 +1,4 @@
-"""Killed workers that are not restarted leave no files, even without a sweep."""
+"""Killed workers leave no files, even if no other worker starts and sweeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def held(part: pd.DataFrame, path: str) -> pd.DataFrame:
 
 
 def files_without_a_name(pid: int) -> int:
-    """Open files of spilled shards."""
+    """Return the open files of spilled shards."""
     n_files = 0
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -42,7 +42,7 @@ def files_without_a_name(pid: int) -> int:
 
 
 def ours(directory: Path, name: str = "gpurt-") -> list[str]:
-    """Files and directories with something in their path; unlike a glob, while others remove."""
+    """List files and directories by a part of their path; removals meanwhile are no error."""
     paths = (os.path.join(at, one) for at, ds, fs in os.walk(directory) for one in (*ds, *fs))
     return [path for path in paths if name in path]
 
@@ -77,7 +77,7 @@ def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nan
             until(lambda: len(ours(values, "dask-gpurt-values-")) > 5, "none on disk")
             assert files_without_a_name(pid) >= 1
             assert not ours(tmp_path, "gpurt-shuffle-")
-            # Neither may notice that the other is gone.
+            # Both are stopped first, so that neither notices the death of the other.
             processes = {outer.pid, pid}
             reapers = psutil.Process(pid).children()
             for number in (signal.SIGSTOP, signal.SIGKILL):

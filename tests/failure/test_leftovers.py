@@ -1,4 +1,4 @@
-"""The checks for leftovers find leftovers that a test creates."""
+"""The checks for leftovers find all kinds of leftovers that a test creates."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_leftover_check_sees_ucx_messages_in_flight(client: Client) -> None:
         await engine.connect(engine.descriptor, DEADLINE_S)
         await until(lambda: engine.report()["held_nbytes"] == 0)
         large = np.zeros(1 << 20, dtype=np.uint8)
-        # One that nobody asks for, and one that nobody sends.
+        # One message is never received, and the other is never sent.
         under_way = [
             asyncio.create_task(what(engine.token, number, [large], DEADLINE_S))
             for number, what in enumerate((engine.send, engine.receive))
         ]
-        # The message may have arrived before the thread is told of what is to be received.
+        # The message may arrive before the thread gets the request to receive.
         seen = {"sends": 1, "receives": 1, "unclaimed_parcels": 2, "closing_links": 0}
         await until(lambda: engine.report()["under_way"] == seen)
         held_nbytes = engine.report()["held_nbytes"]
@@ -63,7 +63,7 @@ def test_leftover_check_sees_ucx_messages_in_flight(client: Client) -> None:
         for task in under_way:
             task.cancel()
         await asyncio.wait(under_way)
-        # Each is given up by a call of its own to the thread.
+        # The thread cancels each by a separate call.
         await until(lambda: not any(ucx_report(worker)["under_way"].values()))
         await until(lambda: not ucx_report(worker)["held_nbytes"])
         assert await left_on(worker) == []

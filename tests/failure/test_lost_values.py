@@ -1,4 +1,4 @@
-"""Values that are unreadable and cannot be computed again are lost at once, without others."""
+"""Unreadable values that cannot be computed again are lost at once; other values stay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = "lost value"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """One cluster for all tests: a lost value must not disturb it."""
+    """One cluster for all tests, because a lost value must not disturb it."""
     with open_small(tmp_path_factory.mktemp("lost")) as client:
         yield client
 
@@ -71,7 +71,7 @@ def spoil(worker: Worker, keys: Iterable[Any], how: Callable[[str], None] = gone
 
 
 def cold_of(client: Client, worker: Worker, n_blocks: int = 16) -> list[Any]:
-    """Futures of values that were scattered to a worker and are only on its disk."""
+    """Return futures of values that were scattered to a worker and are only on its disk."""
     blocks = client.scatter(
         [make_block(number) for number in range(n_blocks)], workers=[worker.address], hash=False
     )
@@ -94,7 +94,7 @@ def said_by(ask: Callable[[], Any]) -> str:
     """Return the error text of a client call."""
     with pytest.raises(FutureCancelledError) as error:
         ask()
-    # The client holds the error, and that would hold futures by its frames.
+    # The client keeps the error, whose frames would keep futures alive.
     return str(error.value.with_traceback(None))
 
 
@@ -127,7 +127,7 @@ def test_lost_scattered_value_fails_the_tasks_that_need_it(
         assert f"the last copy of {needed.key!r}" in said
         assert holder.address in said
         assert needed.status == "cancelled"
-    # Those that came too late are told by Dask itself.
+    # Dask itself reports the loss to tasks that were added later.
     assert all("lost" in said_of(future) for future in added)
     assert "lost dependencies" in said_of(client.submit(sum_of, blocks[0], pure=False))
     assert_all_else_goes_on(client)
@@ -140,14 +140,14 @@ def test_lost_scattered_value_fails_the_gather(client: Client, holder: Worker) -
     spoil(holder, keys_of(cold))
     assert f"{cold[0].key!r}, and nothing can compute it again" in said_of(cold[0])
     assert LOST in said_by(lambda: client.gather(cold[:3]))
-    # The next one is not lost before somebody asks for it.
+    # Another damaged value is not lost until somebody asks for it.
     assert cold[-1].status == "finished"
     assert_all_else_goes_on(client)
 
 
 @pytest.fixture
 def kept_replicas(client: Client) -> Iterator[None]:
-    """Dask's active memory manager drops no replica: the one it left could be the spoiled one."""
+    """Stop Dask's active memory manager, which might drop the good replica."""
     client.amm.stop()
     yield
     client.amm.start()
@@ -168,7 +168,7 @@ def test_replica_replaces_a_lost_scattered_value(
 
 
 @pytest.mark.filterwarnings("ignore:.*but key is unknown")
-def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worker) -> None:
+def test_lost_value_of_a_departed_client_is_reported(client: Client, holder: Worker) -> None:
     with Client(client.cluster, set_as_default=False) as other:
         in_variable, in_queue, published, *_ = cold_of(other, holder)
         Variable("v", other).set(in_variable)
@@ -177,7 +177,7 @@ def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worke
         other.publish_dataset(published=published)
         spoil(holder, keys_of([in_variable, in_queue, published]))
         del in_variable, in_queue, published, _
-    # Twice: at first it has to be found out, and then nobody has such a value any more.
+    # The first request finds the loss. At the second, no worker has the value any more.
     for _ in range(2):
         for take in (
             lambda: Variable("v", client).get(),
@@ -186,7 +186,7 @@ def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worke
         ):
             assert LOST in said_of(take())
     key = client.get_dataset("published").key
-    # Tasks come back after all answers about the old value. An answer that came later would cancel
+    # Tasks end after all answers about the old value. An answer that came later would cancel
     # the new value of that name.
     assert_all_else_goes_on(client)
     anew = client.scatter({key: make_block(1)}, workers=[holder.address])
@@ -197,7 +197,7 @@ def test_lost_scattered_value_of_a_departed_client(client: Client, holder: Worke
     Variable("v", client).delete()
 
 
-def test_lost_value_that_a_plugin_stored_on_the_worker(client: Client, holder: Worker) -> None:
+def test_lost_value_that_a_plugin_stored_is_a_key_error(client: Client, holder: Worker) -> None:
     def put(dask_worker: Any) -> None:
         dask_worker.data["of a plugin"] = make_block(7)
 
@@ -231,7 +231,7 @@ class Keeper:
         return block
 
 
-def test_actor_made_of_a_lost_scattered_value(client: Client, holder: Worker) -> None:
+def test_actor_outlives_the_lost_value_it_was_made_of(client: Client, holder: Worker) -> None:
     made_of = client.scatter(make_block(99), workers=[holder.address])
     keeper = client.submit(Keeper, made_of, actor=True, workers=[holder.address]).result(DEADLINE_S)
     cold = cold_of(client, holder)
@@ -254,10 +254,10 @@ def twice(block: np.ndarray) -> np.ndarray:
     return 2 * block
 
 
-def test_lost_value_whose_input_has_failed_since(
+def test_lost_value_with_a_failed_input_is_reported(
     client: Client, holder: Worker, tmp_path: Path
 ) -> None:
-    """Computed again it would wait for its input for ever."""
+    """If it were computed again, it would wait for its input forever."""
     flag = tmp_path / "flag"
     options = {"workers": [holder.address], "pure": False}
     made = client.submit(fails_once_told, str(flag), **options)
@@ -276,7 +276,7 @@ def test_lost_value_whose_input_has_failed_since(
     assert_all_else_goes_on(client)
 
 
-def test_scattered_values_lost_during_disable(tmp_path: Path) -> None:
+def test_scattered_values_lost_during_disable_are_reported(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1) as client:
         scheduler = client.cluster.scheduler
         (holder,) = client.cluster.workers.values()

@@ -1,8 +1,8 @@
-"""Every failure of a worker, at every point and in every role: equal results, nothing left.
+"""Shuffles end with the right result after any failure of any worker, and leave nothing.
 
-Each cell stops the shuffle at a gate, does its deed, opens the gate and looks at the outcome. How
-many runs it takes is part of it: a worker that takes no part in a shuffle does not disturb it,
-and one that does costs exactly one more run.
+The tests combine failures, phases of a shuffle and roles of a worker. Each test stops the shuffle
+at a gate, causes the failure, opens the gate and checks the result. It also checks the number of
+runs. The failure of a participating worker costs exactly one more run; others cost none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMES = 5
 
 
 class Paused:
-    """Pauses a worker as if its memory were full, until the others cannot continue without it."""
+    """A worker is paused as with full memory, until the others cannot continue without it."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         self.stage = stage
@@ -48,7 +48,7 @@ def _set_status(worker: Any, status: Status) -> None:
 
 
 class Closed:
-    """Retired: its results move to others, then it closes."""
+    """A worker is retired: its results move to others, then it closes."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         self.stage = stage
@@ -63,7 +63,7 @@ class Closed:
 
 
 class Killed:
-    """Gone without a word; its nanny starts another in its place."""
+    """A worker is killed, and its nanny starts another one."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         self.stage = stage
@@ -84,12 +84,12 @@ def _process(worker: Any) -> tuple[int, str]:
 
 
 class Slow:
-    """Repeats the calls of this phase five times."""
+    """A worker is slow: it repeats the calls of this phase five times."""
 
     def __init__(self, stage: Stage, victim: str, phase: str) -> None:
         role = next(role for role in ROLES if victim in stage.addresses(role))
         if (phase, role) == ("transfer", "receiver"):
-            # What comes over UCX comes once: so it is sent as often as it shall be received.
+            # UCX delivers a message only once, so the senders repeat it.
             for sender in stage.addresses("sender"):
                 stage.tell(sender, gates.deliver_again, TIMES, [victim])
         elif phase != "before":
@@ -122,11 +122,11 @@ def point_of(phase: str, role: str) -> str:
 
 
 def n_runs(deed: str, phase: str, role: str) -> int:
-    """How many runs a cell takes."""
+    """Return the expected number of runs of a shuffle."""
     if deed in ("paused", "slow") or phase == "before" or role == "bystander":
         return 1
     if phase == "after":
-        # Whoever closes in an orderly way hands its results on; whoever is killed had them alone.
+        # A retired worker gives its results to others; those of a killed worker are lost.
         return 2 if (deed, role) == ("killed", "receiver") else 1
     return 2
 
@@ -158,7 +158,7 @@ def processes(transport: str) -> Iterator[Stage]:
 
 @pytest.fixture
 def stage(request: Any, transport: str, deed: str) -> Iterator[Stage]:
-    """A cluster in this process is made in no time; processes are shared."""
+    """A new cluster in this process, which starts fast; tests that kill share processes."""
     if deed == "killed":
         yield request.getfixturevalue("processes")
     else:
@@ -172,14 +172,14 @@ def answer() -> list[Any]:
 
 
 def hold(stage: Stage, phase: str, role: str, gate: Gate) -> None:
-    """Stop the victim in the middle of a phase, or a receiver where the victim takes no part."""
+    """Stop the victim in the middle of a phase, or a receiver if the victim has no part in it."""
     if phase == "transfer" and role == "sender":
-        # Its shards are on their way, and nobody knows yet that the task is done.
+        # Its shards are in flight, and the scheduler does not know yet that the task is done.
         stage.tell(stage.addresses(role)[0], _hold_after, "transfer", gate.path)
         return
     if role == "bystander" or phase == "unpack":
         role = "receiver"
-    # The first message has been taken, or the first output has been made, when the second waits.
+    # When the second message or output waits, the first one is complete.
     nth = 1 if phase == "barrier" else 2
     stage.tell(stage.addresses(role)[0], _hold_before, point_of(phase, role), nth, gate.path)
 
@@ -216,5 +216,5 @@ def test_results_are_equal_under_every_failure(
         assert_same_partitions(stage.results(outputs), answer)
     assert stage.runs() == {"gpurt": runs_before + n_runs(deed, phase, role), "stock": 0}
     stage.restore()
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)

@@ -1,4 +1,4 @@
-"""Managed memory with failing disks, files and clients: no value is lost or wrong."""
+"""Managed memory loses no value, and has no wrong one, when disks, files or clients fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def cold_ones(client: Client, futures: list[Any]) -> list[Any]:
 
 
 def _full_after(n_writes: int) -> Any:
-    """`pwrite` of a disk that has room for so many calls, and for more once `free` is called."""
+    """Return a `pwrite` that fails as on a full disk after `n_writes` calls, until `is_free`."""
     numbers = itertools.count()
 
     def pwrite(real: Any, *args: Any) -> Any:
@@ -74,7 +74,7 @@ def test_full_disk_keeps_values_in_memory(client: Client, n_writes: int) -> None
         have_calls_pass(worker, pwrite=pwrite)
     blocks = make_blocks(client)
     assert sums_of(client, blocks) == expected_sums()
-    # A value is whole on disk, or it is in memory.
+    # Every value is in memory or complete on disk.
     for store in stores(client):
         assert len(store.memory) + len(store.disk) >= len(store)
     del blocks
@@ -109,7 +109,7 @@ def test_disk_limit_is_kept(tmp_path: Path) -> None:
 
 
 def test_value_larger_than_the_disk_limit_stays_in_memory(tmp_path: Path) -> None:
-    """It stays in memory, and others make room."""
+    """It stays in memory, and other values are spilled."""
     limit = {"gpurt.memory.disk-limit": "8 MiB"}
     with open_small(tmp_path, n_workers=1, **limit) as client:
         (store,) = stores(client)
@@ -162,7 +162,7 @@ def test_removed_directory_is_replaced(client: Client) -> None:
     assert sums_of(client, blocks) == expected_sums()
     more = client.map(make_block, range(N_BLOCKS, 2 * N_BLOCKS))
     assert sums_of(client, more) == expected_sums(2 * N_BLOCKS)[N_BLOCKS:]
-    # It goes on in directories of new names.
+    # The workers continue in directories with new names.
     assert not set(_values_directories(client)) & set(removed)
     del blocks, more
     assert_no_values_left(client)
@@ -186,14 +186,14 @@ def _come_back(data: bytes) -> None:
     raise ValueError("this does not come back")
 
 
-#: How often each was made; the workers are in this process.
+#: How often each value was made; the workers are in this process.
 _n_made: Counter[int] = Counter()
 
 
 def test_tasks_fail_on_values_that_cannot_be_unpickled(client: Client) -> None:
-    """Their tasks fail, as with Dask's own store: computed again they would be as they are.
+    """The tasks fail as with Dask's own store, because a new computation would not help.
 
-    Only where they are: to a peer Dask cannot send them from memory either.
+    Tasks use the values only on the worker that has them. Dask cannot send them to a peer anyway.
     """
     _n_made.clear()
     (there, _) = client.scheduler_info()["workers"]
@@ -232,7 +232,7 @@ def test_values_damaged_on_disk_are_computed_again(client: Client, every: int) -
     for _ in range(2):
         assert sums_of(client, blocks) == expected_sums()
     assert damaged
-    # Through the messages as well.
+    # Messages have the same error.
     for number, block in enumerate(blocks[:8]):
         np.testing.assert_array_equal(block.result(DEADLINE_S), make_block(number))
     del blocks, block
@@ -250,7 +250,7 @@ def _hold_room(path: str, nbytes: int) -> np.ndarray:
 def test_tasks_may_be_cancelled_while_waiting_for_room(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
         (store,) = stores(client)
-        # What these tasks make is known from others of their name.
+        # The size of these tasks' results is known from an earlier task with this name.
         client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)
         running = client.submit(_hold_room, gate.path, 14 * MIB, key="large-1", priority=1)
         gate.wait_for()
@@ -262,14 +262,14 @@ def test_tasks_may_be_cancelled_while_waiting_for_room(tmp_path: Path) -> None:
         del waiting
         gate.open()
         assert running.result(DEADLINE_S).nbytes == 14 * MIB
-        # There is room for others.
+        # There is room for other tasks.
         assert client.submit(sum_of, client.submit(make_block, 1)).result(DEADLINE_S)
         del running
         assert_no_values_left(client)
 
 
 def test_idle_time_does_not_count_towards_patience(tmp_path: Path) -> None:
-    """To wait for room is not to be in vain because nothing ran before."""
+    """A wait for room must not be given up because nothing ran before it."""
     with open_small(tmp_path, n_workers=1) as client, Gate() as gate:
         (worker,) = client.cluster.workers.values()
         memory = worker.plugins["gpurt"]._attachment._memory
@@ -318,7 +318,7 @@ def test_broadcast_value_is_read_on_every_worker(client: Client) -> None:
 
 
 class Keeper:
-    """An actor with something to keep."""
+    """An actor with state."""
 
     def __init__(self, block: np.ndarray) -> None:
         self.kept = [block]
@@ -399,7 +399,7 @@ def test_worker_closes_during_a_write(tmp_path: Path) -> None:
         del blocks
 
 
-def test_task_waiting_for_room_when_the_runtime_is_disabled(tmp_path: Path) -> None:
+def test_task_waiting_for_room_starts_on_disable(tmp_path: Path) -> None:
     with open_small(tmp_path, n_workers=1, threads=2) as client, Gate() as gate:
         (store,) = stores(client)
         client.submit(np.zeros, 14 * MIB // 8, key="large-0").result(DEADLINE_S)
@@ -427,7 +427,7 @@ def test_damaged_values_are_found_when_the_runtime_is_disabled(
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_file_locks_follow_the_setting_of_dask(tmp_path: Path, locks: bool) -> None:
-    """Where a file system's locks do not work, users switch Dask's off."""
+    """Users switch Dask's locks off on file systems whose locks do not work."""
     config = {"distributed.worker.use-file-locking": locks, "gpurt.memory.directory": str(tmp_path)}
     with open_small(tmp_path, n_workers=1, **config) as client:
         found = client.run(lambda dask_worker: disk_of(dask_worker).probe()["directory"])

@@ -1,6 +1,6 @@
-"""Workers that are killed in the middle of writing, reading or removing values.
+"""Results are right if workers are killed while they write, read or remove values.
 
-The answer is right, and no file stays once the next worker has started.
+No file of a killed worker stays once the next worker has started.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _limit_files(dask_worker: Any, nbytes: int) -> None:
 
 
 def _half_each(client: Client, *addresses: str) -> list[Any]:
-    """Blocks, as many on each worker; anywhere once theirs is gone."""
+    """Make as many blocks on each worker; after its death, they may be anywhere."""
     n = len(addresses)
     shares = [
         client.map(make_block, range(i, N_BLOCKS, n), workers=[one], allow_other_workers=True)
@@ -64,10 +64,10 @@ def _n_ready(client: Client) -> int:
 @pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
 @pytest.mark.parametrize("where", ["of the worker", "of all"])
 def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) -> None:
-    # Whoever is quicker would have most of the blocks, and the victim none to spill.
+    # With stealing, the faster worker would get most blocks, and the victim might spill none.
     config: dict[str, Any] = {"distributed.scheduler.work-stealing": False}
     if where == "of all":
-        # What is left there is swept by whoever starts next.
+        # The next worker that starts removes leftovers there.
         config["gpurt.memory.directory"] = str(tmp_path / "values")
     with open_small(tmp_path, processes=True, **config) as client, Gate() as gate:
         victim, other = sorted(client.scheduler_info()["workers"])
@@ -90,15 +90,15 @@ def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) ->
         os.kill(pid, signal.SIGKILL)
         gate.open()
         assert client.gather(sums) == expected_sums()
-        # It sweeps before it is ready. To look for what is left takes locks, as sweeping does.
-        until(lambda: _n_ready(client) == 2, "nobody came back")
+        # The new worker sweeps before it is ready. The check takes the same locks as a sweep.
+        until(lambda: _n_ready(client) == 2, "the killed worker was not restarted")
         assert not orphans(tmp_path), "what the dead worker left was not removed"
         assert sums_of(client, blocks) == expected_sums()
     assert not list(tmp_path.rglob("dask-gpurt-values-*"))
 
 
 def test_file_size_limit_keeps_values_in_memory(tmp_path: Path) -> None:
-    """As on a full disk, by the system itself: the process may not write files of over 1 MiB."""
+    """Writes fail as on a full disk, because the system limits files of the process to 1 MiB."""
     with open_small(tmp_path, processes=True) as client:
         for address in client.scheduler_info()["workers"]:
             _tell(client, address, _limit_files, 1 << 20)

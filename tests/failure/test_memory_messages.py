@@ -1,4 +1,4 @@
-"""Values that peers request while memory is short or their worker is closing."""
+"""Peers get the values they request while memory is short or the worker is closing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def blocks_of(client: Client) -> tuple[list[Any], list[Any]]:
 
 
 class Lingers:
-    """Holds a worker up while it closes, when its plugins are gone and its server is not."""
+    """An extension that delays a closing worker whose plugins are gone, but whose server runs."""
 
     def __init__(self) -> None:
         self.is_reached = threading.Event()
@@ -75,7 +75,7 @@ def test_closing_worker_sends_values_in_memory(client: Client) -> None:
     _, (cold, *_) = blocks_of(client)
     block = client.submit(make_block, 7, workers=[holder.address])
     wait(block, timeout=DEADLINE_S)
-    # Connected: a worker that closes takes no new connections.
+    # This opens the connection, because a closing worker accepts no new one.
     assert ask(client, block.key).result(DEADLINE_S)["status"] == "OK"
     holder.extensions["lingers"] = lingers = Lingers()
     closing = on_loop(client, holder.close(nanny=False))
@@ -83,7 +83,7 @@ def test_closing_worker_sends_values_in_memory(client: Client) -> None:
         assert lingers.is_reached.wait(DEADLINE_S)
         answer = ask(client, block.key).result(DEADLINE_S)
         assert (answer["data"][block.key] == make_block(7)).all()
-        # What is on disk only is gone with the files.
+        # Values that were only on disk are gone with the files.
         assert ask(client, cold.key).result(DEADLINE_S) == {"status": "OK", "data": {}}
     finally:
         client.loop.asyncio_loop.call_soon_threadsafe(lingers.may_go.set)
@@ -91,7 +91,7 @@ def test_closing_worker_sends_values_in_memory(client: Client) -> None:
 
 
 class ShortOfRoom:
-    """Hooks for the reads of a disk tier: there is no memory for so many of them."""
+    """Hooks that make the first `times` reads of a disk tier fail for lack of memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left = times
@@ -116,7 +116,7 @@ def test_peer_retries_a_value_that_cannot_be_read_now(
     short = ShortOfRoom(monkeypatch, times=2)
     summed = client.submit(sum_of, cold, workers=[asking.address])
     assert summed.result(DEADLINE_S) == sum_of(make_block(blocks.index(cold)))
-    # It is never tried on the event loop.
+    # No read was tried on the event loop.
     assert len(short.threads) == 3
     assert all(name.startswith("gpurt read") for name in short.threads)
 
@@ -160,7 +160,7 @@ def test_requests_being_read_count_as_outgoing(
         return read(tier, place)
 
     monkeypatch.setattr(DiskTier, "get", held)
-    # To a peer on the same host, twice as many.
+    # Dask doubles this limit for a peer on the same host.
     monkeypatch.setattr(holder, "transfer_outgoing_count_limit", 1)
     asked = [ask(client, block.key) for block in cold[:3]]
     try:
@@ -202,7 +202,7 @@ def test_task_whose_input_never_fits_fails_with_the_reason(
     assert said[0].endswith("tasks that need them wait: no room now")
 
 
-def test_reads_in_flight_when_the_runtime_is_disabled(
+def test_reads_in_flight_during_disable_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reading, closed = threading.Event(), threading.Event()
@@ -220,13 +220,13 @@ def test_reads_in_flight_when_the_runtime_is_disabled(
 
     with open_small(tmp_path, n_workers=1, threads=4) as client:
         (worker,) = client.cluster.workers.values()
-        # Nobody can compute them again.
+        # Scattered values cannot be computed again.
         blocks = client.scatter([make_block(number) for number in range(N_BLOCKS)])
         until(lambda: len(worker.data.disk) > 10, "values stay in memory")
         cold = [number for number, block in enumerate(blocks) if worker.data.is_spilled(block.key)]
         monkeypatch.setattr(DiskTier, "get", held)
         monkeypatch.setattr(DiskTier, "close", close_and_tell)
-        # More than there are threads that read.
+        # There are more sums than threads that read.
         sums = [client.submit(sum_of, blocks[number]) for number in cold[:4]]
         fetched = on_loop(client, client.gather([blocks[cold[4]]], asynchronous=True))
         assert reading.wait(DEADLINE_S)

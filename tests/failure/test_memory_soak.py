@@ -22,12 +22,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 N_TASKS = 500
 N_WORKERS = 2
-#: In memory are at most two thirds of it, on each worker.
+#: Bytes of all results. At most two thirds of a worker's memory hold values.
 TOTAL_NBYTES = 3 * N_WORKERS * MEMORY_NBYTES
 
 
 def make(number: int, n_items: int, *inputs: np.ndarray) -> np.ndarray:
-    """Depends on every input's every item, and on their order."""
+    """Return a result that depends on every item of every input, and on their order."""
     made = np.random.default_rng(number).integers(0, 1 << 40, n_items)
     for place, block in enumerate(inputs, 1):
         made += place * (int(block.sum()) % 1009) + len(block)
@@ -35,15 +35,15 @@ def make(number: int, n_items: int, *inputs: np.ndarray) -> np.ndarray:
 
 
 def graph_of(seed: int) -> dict[str, tuple[Any, ...]]:
-    """Tasks of random sizes, most of them small, with random inputs among those before them."""
+    """Return tasks of random sizes, mostly small, with earlier tasks as random inputs."""
     rng = random.Random(seed)
-    # Each fits into memory with its inputs.
+    # Weights are limited, so that each task fits into memory with its inputs.
     weights = [min(rng.paretovariate(1.2), 12.0) for _ in range(N_TASKS)]
     nbytes = [int(TOTAL_NBYTES * weight / sum(weights)) for weight in weights]
     graph: dict[str, tuple[Any, ...]] = {}
     for number in range(N_TASKS):
         n_inputs = min(number, rng.choice((0, 0, 1, 1, 2, 3)))
-        # Recent ones mostly, old ones now and then.
+        # Inputs are mostly recent tasks, and sometimes old ones.
         among = range(number) if rng.random() < 0.2 else range(max(0, number - 40), number)
         inputs = rng.sample(among, min(n_inputs, len(among)))
         graph[f"make-{seed}-{number}"] = (
@@ -80,7 +80,7 @@ def test_random_program_gives_the_right_result(tmp_path: Path, seed: int) -> Non
         got = client.gather(totals)
         assert dict(zip(graph, got, strict=True)) == expected
         assert any(store.cumulative_metrics["disk-write", "bytes"] for store in stores(client))
-        # In any order, and some of them twice.
+        # Results are read in random order, and some twice.
         rng = random.Random(seed)
         for key in rng.choices(list(graph), k=50):
             assert total(futures[key].result(DEADLINE_S)) == expected[key]

@@ -1,4 +1,4 @@
-"""Messages that are lost, duplicated, reordered or damaged."""
+"""Shuffles give the right result if messages are lost, repeated, reordered or damaged."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.integration.comparing import assert_same_partitions
 pytestmark = pytest.mark.usefixtures("no_tracebacks_kept")
 
 IN_FLIGHT_NBYTES = 64 << 10
-#: Of a message. The first attempt is not one of them.
+#: Retries of a message, after its first attempt.
 N_RETRIES = 5
 
 
-#: Between hosts. What a message holds depends on its way: inside a host it has no checksum.
+#: Transports between hosts. Within a host, messages have no checksum.
 @pytest.fixture(params=["comm", "ucx"])
 def transport(request: Any) -> str:
     if request.param == "ucx":
@@ -41,7 +41,7 @@ def transport(request: Any) -> str:
 
 @pytest.fixture
 def stage(transport: str) -> Iterator[Stage]:
-    # A message for each shard, and no time lost between a failure and the next try.
+    # Each shard is a message, and a retry follows without delay.
     settings = {
         "gpurt.shuffle.message-size": "1 B",
         "gpurt.shuffle.in-flight": IN_FLIGHT_NBYTES,
@@ -49,13 +49,13 @@ def stage(transport: str) -> Iterator[Stage]:
         "distributed.p2p.comm.retry.delay.min": "0s",
         "distributed.p2p.comm.retry.delay.max": "0s",
     }
-    befallen.clear()
+    faults.clear()
     with dask.config.set(settings), open_stage(transport) as stage:
         yield stage
 
 
-#: What a test did to messages of this process's workers, in order.
-befallen: list[str] = []
+#: Faults that a test has caused in messages of this process's workers, in order.
+faults: list[str] = []
 
 
 def assert_same_after_all(stage: Stage) -> None:
@@ -64,9 +64,9 @@ def assert_same_after_all(stage: Stage) -> None:
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
     assert stage.paths() == {stage.transport}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)
-    # However often a message was sent, it is told once.
+    # A message is counted once, even if it was sent several times.
     (shuffle,) = dask_gpurt.status(stage.client)["shuffles"]
     for unit, figure in [("count", "messages"), ("bytes", "raw_nbytes")]:
         label = ("background-comms", "compress", unit)
@@ -87,7 +87,7 @@ def assert_one_clear_error(stage: Stage, kind: str, message: str) -> None:
     assert kind in told
     assert re.search(message, told)
     assert stage.runs() == {"gpurt": 1, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)
 
 
@@ -98,7 +98,7 @@ def causes(error: BaseException) -> Iterator[str]:
         cause = cause.__cause__
 
 
-#: Which of the times that something is done it fails, counted from 1 on every worker.
+#: Tells whether the n-th call on a worker fails, counted from 1.
 Which = Callable[[int], bool]
 
 
@@ -115,7 +115,7 @@ def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
     async def flaky(peer: str, *args: Any, **kwargs: Any) -> Any:
         if peer in peers and which(next(numbers)):
-            befallen.append("connect")
+            faults.append("connect")
             raise OSError("no route to host")
         return await connect(peer, *args, **kwargs)
 
@@ -123,13 +123,13 @@ def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
 
 def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
-    """Of messages of a shuffle, on connections that are there."""
+    """Make writes of a shuffle's messages fail on existing connections."""
     connect, numbers = worker.rpc.connect, itertools.count(1)
 
     def make(write: Any) -> Any:
         async def flaky(message: Any, *args: Any, **kwargs: Any) -> Any:
             if message.get("op") == "shuffle_receive" and which(next(numbers)):
-                befallen.append("write")
+                faults.append("write")
                 raise CommClosedError("connection reset by peer")
             return await write(message, *args, **kwargs)
 
@@ -137,7 +137,7 @@ def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
     async def connected(peer: str, *args: Any, **kwargs: Any) -> Any:
         comm = await connect(peer, *args, **kwargs)
-        if peer in peers and "write" not in vars(comm):  # they are used again
+        if peer in peers and "write" not in vars(comm):  # the connections are used again
             comm.write = make(comm.write)
         return comm
 
@@ -150,7 +150,7 @@ async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
     async def flaky(*args: Any) -> Any:
         if which(next(numbers)):
-            befallen.append("connect")
+            faults.append("connect")
             raise TransportError("no answer to a greeting")
         return await connect(*args)
 
@@ -164,14 +164,14 @@ async def _ucx_sends_fail(worker: Any, which: Which, peers: list[str]) -> None:
 
     async def flaky(peer: str, *args: Any) -> Any:
         if which(next(numbers)):
-            befallen.append("send")
+            faults.append("send")
             await engine.disconnect(peer)
         return await send(peer, *args)
 
     engine.send = flaky
 
 
-#: Control messages go through Dask's connections whatever way the bytes go.
+#: Control messages use Dask's connections with every transport.
 failing = pytest.mark.parametrize(
     ("transport", "install", "kind", "message"),
     [
@@ -193,7 +193,7 @@ def test_sporadic_connection_failures_are_retried(
     for sender in stage.addresses("sender"):
         stage.tell(sender, install, _sometimes, stage.addresses("receiver"))
     assert_same_after_all(stage)
-    assert befallen
+    assert faults
 
 
 @failing
@@ -203,7 +203,7 @@ def test_persistent_connection_failures_are_an_error(
     for sender in stage.addresses("sender"):
         stage.tell(sender, install, _always, stage.addresses("receiver"))
     assert_one_clear_error(stage, kind, message)
-    assert len(befallen) > N_RETRIES
+    assert len(faults) > N_RETRIES
 
 
 async def _ucx_thread_ends(worker: Any) -> None:
@@ -211,7 +211,7 @@ async def _ucx_thread_ends(worker: Any) -> None:
     send, numbers = engine.send, itertools.count(1)
 
     def mistake() -> None:
-        befallen.append("mistake")
+        faults.append("mistake")
         raise ZeroDivisionError
 
     async def flaky(*args: Any) -> Any:
@@ -230,7 +230,7 @@ def test_ucx_restarts_after_an_error_in_its_thread(
         stage.tell(worker, _ucx_thread_ends)
     with caplog.at_level(logging.WARNING, logger="dask_gpurt"):
         assert_same_after_all(stage)
-    assert befallen == ["mistake"] * 2
+    assert faults == ["mistake"] * 2
     assert caplog.text.count("the UCX thread ended: ZeroDivisionError") == 2
 
 
@@ -241,7 +241,7 @@ def _every_second_answer_is_lost(worker: Any) -> None:
         async def deaf(**message: Any) -> Any:
             answer = await receive(**message)
             if not next(numbers) % 2:
-                befallen.append("answer")
+                faults.append("answer")
                 raise CommClosedError("connection reset by peer")
             return answer
 
@@ -251,15 +251,15 @@ def _every_second_answer_is_lost(worker: Any) -> None:
 
 
 def test_messages_with_lost_answers_are_sent_again(stage: Stage) -> None:
-    """The sender cannot know that they came, and sends them again."""
+    """The sender cannot know that they arrived, so it sends them again."""
     for receiver in stage.addresses("receiver"):
         stage.tell(receiver, _every_second_answer_is_lost)
     assert_same_after_all(stage)
-    assert len(befallen) >= N_INPUTS // 2
+    assert len(faults) >= N_INPUTS // 2
 
 
 def test_duplicate_messages_count_once(stage: Stage) -> None:
-    # By their sender: what came over UCX can be received once.
+    # The sender repeats messages, because UCX delivers each only once.
     for sender in stage.addresses("sender"):
         stage.tell(sender, gates.deliver_again, 2, stage.addresses("receiver"))
     assert_same_after_all(stage)
@@ -273,11 +273,11 @@ def _every_other_message_waits_for_the_next(worker: Any) -> None:
         async def reordered(**message: Any) -> Any:
             if "offers" in message["data"]:
                 return await receive(**message)
-            if len(befallen) < N_SWAPS and not next(numbers) % 2:
+            if len(faults) < N_SWAPS and not next(numbers) % 2:
                 event = asyncio.Event()
                 overtaken.append(event)
                 await event.wait()
-                befallen.append("overtaken")
+                faults.append("overtaken")
                 return await receive(**message)
             answer = await receive(**message)
             while overtaken:
@@ -289,17 +289,17 @@ def _every_other_message_waits_for_the_next(worker: Any) -> None:
     gates.replace(worker, "receive", make)
 
 
-#: One for each pair of inputs that a receiver surely gets messages of.
+#: Swaps of messages: one for each pair of inputs, of which every receiver gets messages.
 N_SWAPS = N_INPUTS // 2
 
 
 def test_reordered_messages_are_accepted(stage: Stage) -> None:
     stage.tell(stage.addresses("receiver")[0], _every_other_message_waits_for_the_next)
     assert_same_after_all(stage)
-    assert len(befallen) == N_SWAPS
+    assert len(faults) == N_SWAPS
 
 
-#: Makes another message of one.
+#: Changes a message.
 Change = Callable[[Message], Message]
 
 
@@ -313,7 +313,7 @@ def _damage(worker: Any, which: Which, peers: list[str], change: Change) -> None
                 message: Message = await compose(path)
                 if peer not in peers or not which(next(numbers)):
                     return message
-                befallen.append("damage")
+                faults.append("damage")
                 return change(message)
 
             return await deliver(peer, transport, changed, call)
@@ -377,7 +377,7 @@ def test_damaged_message_is_one_clear_error(
 def test_message_that_fails_its_checksum_is_sent_again(stage: Stage, change: Change) -> None:
     damage(stage, _sometimes, change)
     assert_same_after_all(stage)
-    assert befallen
+    assert faults
 
 
 @pytest.mark.parametrize("change", [_flipped_bit, _cut_header])
@@ -400,11 +400,11 @@ def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
         stage.wait_for_blocked_producers(2)
         for sender in stage.addresses("sender"):
             waiting_nbytes = stage.tell(sender, _waiting_nbytes)
-            # Each receiver is a queue of its own; a partition is divided among them.
+            # Each receiver has its own queue, and a partition is divided among them.
             partition_nbytes = frame(0).memory_usage(deep=True).sum()
             assert IN_FLIGHT_NBYTES <= waiting_nbytes <= 2 * IN_FLIGHT_NBYTES + partition_nbytes
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
     assert stage.paths() == {stage.transport}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)

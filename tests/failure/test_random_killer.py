@@ -1,4 +1,4 @@
-"""A few runs of `tests.failure.random_killer`; its command does more."""
+"""Joins give the right answer in a few runs of `tests.failure.random_killer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("duckdb", reason="needs the demo's packages")
 from dask_gpurt.demo.tpch_data import make_tpch
 from tests.failure.random_killer import SCALE, Arena, open_arena
 
-# One takes some seconds; after one that hangs the others do as well.
+# A run takes some seconds. After one that hangs, the others hang, too.
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
@@ -26,11 +26,11 @@ def arena(request: Any, tmp_path_factory: Any) -> Iterator[Arena]:
         yield arena
 
 
-# Three seeds have each kind of process die.
+# With these three seeds, each kind of victim dies.
 @pytest.mark.parametrize(
     ("arena", "seed"), [("auto", 0), ("auto", 1), ("ucx", 1), ("ucx", 2)], indirect=["arena"]
 )
 def test_random_worker_deaths_keep_the_right_answer(arena: Arena, seed: int) -> None:
     outcome = arena.once(seed)
-    # Whoever dies before the last partition was read takes part in some shuffle.
+    # A worker that dies before the last partition is read takes part in some shuffle.
     assert outcome.n_runs >= outcome.n_shuffles

@@ -1,4 +1,4 @@
-"""Restarted runs while threads and calls of the previous run are still active."""
+"""Restarted runs are not disturbed by active threads and late calls of the previous run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stage() -> Iterator[Stage]:
 
 @pytest.fixture
 def quiet_stage() -> Iterator[Stage]:
-    """Without back-pressure."""
+    """A stage without back-pressure."""
     with open_stage("comm") as stage:
         yield stage
 
@@ -58,12 +58,12 @@ def test_producers_wait_for_a_receiver_that_leaves(stage: Stage) -> None:
             gate.open()
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)
 
 
 def test_hanging_barrier_does_not_disturb_the_next_run(stage: Stage) -> None:
-    """As it does while it tries to reach a worker that has just died: the next run is through."""
+    """A barrier hangs while it tries to reach a worker that has just died."""
     victim = stage.addresses("sender")[0]
     handlers = stage.cluster.scheduler.handlers
     stock = handlers["shuffle_barrier"]
@@ -80,7 +80,7 @@ def test_hanging_barrier_does_not_disturb_the_next_run(stage: Stage) -> None:
     with leaving(stage, victim):
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)
 
 
@@ -95,7 +95,7 @@ def test_output_is_read_while_the_next_run_completes(stage: Stage) -> None:
             gate.open()
             assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)
 
 
@@ -110,7 +110,7 @@ def test_late_barrier_of_an_old_run_does_not_end_the_new_run(quiet_stage: Stage,
     victim, sender = stage.addresses("sender")
     concluding = stage.addresses("receiver")[1]
     with Gate() as open_run, Gate() as late:
-        # Else the barrier of the first run would be through before the victim leaves.
+        # Otherwise, the barrier of the first run would end before the victim leaves.
         stage.tell(sender, _hold_one, "barrier", open_run.path)
         stage.tell(concluding, _conclude_late, late.path, getattr(gates, when))
         outputs = stage.shuffle()
@@ -122,7 +122,7 @@ def test_late_barrier_of_an_old_run_does_not_end_the_new_run(quiet_stage: Stage,
             open_run.open()
             assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)
 
 
@@ -145,11 +145,11 @@ def test_barrier_of_a_vanished_run_restarts_the_shuffle(quiet_stage: Stage) -> N
         gate.open()
         assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)
 
 
-def test_asking_for_a_run_while_the_shuffle_restarts(quiet_stage: Stage) -> None:
+def test_task_that_asks_during_a_restart_runs_again(quiet_stage: Stage) -> None:
     """A task that asks too early is told to run again; an error would fail the computation."""
     stage = quiet_stage
     concluding = stage.addresses("receiver")[1]
@@ -178,7 +178,7 @@ def test_asking_for_a_run_while_the_shuffle_restarts(quiet_stage: Stage) -> None
         assert_same_partitions(stage.results(outputs), expected())
     errors = [type(loads(answer["exception"].data)) for answer in answers]
     assert errors == [Reschedule, ShuffleClosedError]
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client)
 
 
@@ -190,7 +190,7 @@ def _refuse(worker: Any) -> None:
 
 
 def test_stopping_receiver_refuses_messages_before_it_leaves(quiet_stage: Stage) -> None:
-    """As a worker does that was asked to stop, until the scheduler notices that it is gone."""
+    """A worker that was asked to stop refuses messages until the scheduler notices its end."""
     stage = quiet_stage
     sender, victim = stage.addresses("sender")[0], stage.addresses("receiver")[0]
     stage.tell(victim, _refuse)
@@ -202,5 +202,5 @@ def test_stopping_receiver_refuses_messages_before_it_leaves(quiet_stage: Stage)
         with leaving(stage, victim):
             assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 2, "stock": 0}
-    stage.let_go_of(outputs)
+    stage.forget(outputs)
     assert_nothing_left(stage.client, *stage.closed)

@@ -1,7 +1,7 @@
-"""Killed workers, outputs wanted twice and full disks: equal results or one clear error.
+"""Shuffles with killed workers or full disks end with the right result or one clear error.
 
-What breaks, breaks from inside a task, at a place the test chose, once: nothing here depends on
-timing.
+Other tests have outputs that are wanted twice. Each failure is caused once, inside a task, at a
+point that the test chose. So nothing here depends on timing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def assert_all_rows_are_there(parts):
 
 
 def once(flag):
-    """True for the first caller in any process."""
+    """Return True for the first caller in any process."""
     try:
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -75,7 +75,7 @@ def die_once(part, flag):
 
 
 def die_at_the_second_transfer(dask_worker):
-    """By then the worker has a part in a run. Its successor knows nothing of this."""
+    """Kill the worker when it takes part in a run; the worker that replaces it has no part."""
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -105,7 +105,7 @@ def compute(client, lazy, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["transfer", "unpack"])
 def test_killed_worker_restarts_the_shuffle(processes, tmp_path, when):
-    """In the middle of the run; the nanny brings the worker back, and the shuffle starts over."""
+    """The worker dies in the middle of the run; its nanny restarts it, and the shuffle restarts."""
     flag = str(tmp_path / "died")
     lazy = inputs().shuffle("key", npartitions=5)
     if when == "transfer":
@@ -142,7 +142,7 @@ def test_killed_worker_restarts_the_rechunk(processes, tmp_path, when):
 
 
 def test_released_output_is_computed_again(client, tmp_path, monkeypatch):
-    """As if the result was lost with its worker while the run continues."""
+    """The output is released while the run continues, as if it was lost with its worker."""
     read = ExchangeRun.get_output_partition
 
     def read_again_once(run, partition_id, key, **kwargs):
@@ -160,7 +160,7 @@ def test_released_output_is_computed_again(client, tmp_path, monkeypatch):
 
 
 def rechunked(path=None):
-    """Return columns of an array made in rows, and the array; made behind a gate if given."""
+    """Return an array rechunked from rows to columns, and the array; rows may wait at a gate."""
     source = np.arange(64.0).reshape(8, 8)
 
     def row(number):
@@ -172,7 +172,7 @@ def rechunked(path=None):
     return da.concatenate(rows).rechunk((8, 1), method="p2p"), source
 
 
-def test_two_computations_over_one_rechunk(client):
+def test_two_computations_share_one_rechunk_run(client):
     """Their tasks read the same chunks, which stay until both computations end."""
     dask_gpurt.enable(client)
     with gates.Gate() as gate, client.as_current():
@@ -189,7 +189,7 @@ _calls = itertools.count()
 
 
 def held_at_call(nth, data, path):
-    """Data of a task, which waits if it is the n-th of all workers, of this process, to begin."""
+    """Return the task's data; the n-th task that begins in this process waits at a gate."""
     if next(_calls) == nth:
         gates.pass_gate(path)
     return data
@@ -197,18 +197,18 @@ def held_at_call(nth, data, path):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """Client of workers that go on beside a task that waits."""
+    """A client of workers with a second thread, for other tasks while one waits."""
     monkeypatch.setitem(globals(), "_calls", itertools.count(1))
     with stock_client(2, n_threads=2) as client:
         yield client
 
 
 def half_read(client, function):
-    """Two computations over a rechunk: `function` of each chunk, and one that comes late.
+    """Run two computations over one rechunk, of which the second starts late.
 
-    It comes when the last chunk is being read by the first one, and the others have been let go of.
-    The shuffle has to run again, once. Returns the first one's futures, which are done, and what
-    the array is made of.
+    The first applies `function` to each chunk. The second starts while the first reads its last
+    chunk, when the other chunks are already released. So the shuffle has to run again, once.
+    Returns the futures of the first, which are done, and the source array.
     """
     dask_gpurt.enable(client)
     with gates.Gate() as gate, client.as_current():
@@ -225,7 +225,7 @@ def half_read(client, function):
     return one, source
 
 
-def test_second_computation_over_a_half_read_rechunk(beside):
+def test_second_computation_repeats_a_half_read_rechunk(beside):
     """Released chunks are computed once more, for both computations."""
 
     def held(block, path):
@@ -245,8 +245,8 @@ def test_failed_task_does_not_block_a_rechunk_restart(beside):
     assert sorted(future.status for future in one) == ["error", *["finished"] * 7]
 
 
-def test_second_computation_over_a_half_read_join(beside):
-    """Both sides are made again, together, and once."""
+def test_second_computation_repeats_a_half_read_join(beside):
+    """Both sides of the join are shuffled again, together, and only once."""
     dask_gpurt.enable(beside)
     frames = [pd.DataFrame({"key": range(n, 96, 8), "x": 1.0}) for n in range(8)]
     with (
@@ -289,7 +289,7 @@ def fail_once(part, flag):
 
 @pytest.mark.timeout(60)
 def test_restricted_output_moves_to_its_owner(client, monkeypatch):
-    """Between its placement and its first attempt. It runs there, asks for its owner, and moves."""
+    """The output is restricted to another worker just before it runs; there it asks, and moves."""
     dask_gpurt.enable(client)
     scheduler = client.cluster.scheduler
     stock_barrier = ExchangeRun.barrier
@@ -315,7 +315,7 @@ def test_restricted_output_moves_to_its_owner(client, monkeypatch):
 
 
 def test_retried_output_reads_its_shards_again(client, tmp_path):
-    """A task that fails after it read its partition finds it where it was: nothing starts over."""
+    """A task that fails after reading its partition can read it again, without a new run."""
     dask_gpurt.enable(client)
     lazy = inputs().shuffle("key", npartitions=4)
     lazy = lazy.map_partitions(fail_once, str(tmp_path / "failed"), meta=lazy._meta)
@@ -342,7 +342,7 @@ def test_spilled_shards_leave_nothing_behind(client):
 
 
 async def _runs_are_closed(client):
-    """The run is closed on the workers some time after its last output; asked for, not waited."""
+    """Ask until workers have closed the run, which happens some time after its last output."""
 
     def n_runs(dask_worker):
         return len(dask_worker.plugins["shuffle"].shuffle_runs._runs)
@@ -352,7 +352,7 @@ async def _runs_are_closed(client):
 
 
 def test_closing_run_still_reports_its_shards(client, monkeypatch):
-    """There is a moment when they are gone, and the run is still one that is open."""
+    """For a moment, the shards are freed while the run is still open."""
     let_go, arrived, proceed = ExchangeRun._free, threading.Semaphore(0), threading.Event()
 
     def held(run):
@@ -384,13 +384,13 @@ def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
         dask_gpurt.enable(client)
         assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
     told = [r.getMessage() for r in caplog.records if "cannot spill" in r.getMessage()]
-    assert 1 <= len(told) <= 2  # once a worker, and both are in this process
+    assert 1 <= len(told) <= 2  # one for each worker; both are in this process
     assert "temporary-directory" in told[0]
     assert dask_gpurt.status(client)["totals"]["spilled_nbytes"] == 0
 
 
 def test_memory_is_returned_after_the_last_run(client):
-    """After the last run, and once it is clear that no other follows, nothing is kept warm."""
+    """No memory is kept after the last run, once it is clear that no other run follows."""
     dask_gpurt.enable(client)
     assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
     client.sync(_runs_are_closed, client)

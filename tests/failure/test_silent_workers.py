@@ -1,4 +1,4 @@
-"""A worker whose event loop is blocked: broadcasts still return the answers of the others."""
+"""Broadcasts return the answers of other workers while one worker's event loop is blocked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cluster():
     settings = {
         "gpurt.enabled": True,
         "gpurt.topology.probe": "off",
-        # Every two seconds it takes away what more than one worker holds.
+        # It would remove copies of values that several workers hold.
         "distributed.scheduler.active-memory-manager.start": False,
     }
     with (
@@ -42,7 +42,7 @@ def cluster():
 
 @pytest.fixture
 def held_up(cluster, tmp_path, monkeypatch):
-    """The worker that is held up, and the other one; deadlines pass once that has answered."""
+    """The blocked worker and the other one; deadlines end once the other one has answered."""
 
     async def until_others_have(asked, deadline_s):
         while sum(not one.done() for one in asked) > 1:

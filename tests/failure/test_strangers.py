@@ -28,12 +28,12 @@ def listening():
 def test_ucx_listens_where_the_worker_does():
     async def scenario():
         before = listening()
-        options = {"TCP_MAX_POLL": "17"}  # of no other test
+        options = {"TCP_MAX_POLL": "17"}  # without those of other tests
         engine = await UcxEngine.start("127.0.0.1", options)
         made = listening() - before
         assert len(made) >= 2 and {one.ip for one in made} == {"127.0.0.1"}
         assert engine.descriptor["port"] in {one.port for one in made}
-        # Nobody was announced: not even a connection comes about.
+        # No peer was announced, so not even a connection is accepted.
         for one in made:
             with pytest.raises(TimeoutError), socket.socket() as caller:
                 caller.settimeout(0.1)
@@ -43,7 +43,7 @@ def test_ucx_listens_where_the_worker_does():
     asyncio.run(scenario())
 
 
-#: A process with an inheritable pipe, an epoll and no thread but its own.
+#: A program with an inheritable pipe, an epoll and only one thread.
 LOOKING_FOR_SOCKETS = """
 import os, select
 from dask_gpurt.transport import ucx_door
@@ -59,7 +59,7 @@ assert after == before, (before, after)
 
 def test_search_for_ucx_sockets_leaves_nothing_open():
     """A copy of an epoll or of an event would keep it alive after UCX has closed it."""
-    # In a process of its own: threads that other tests left may open files meanwhile.
+    # A process of its own, because threads of other tests may open files meanwhile.
     subprocess.run([sys.executable, "-c", LOOKING_FOR_SOCKETS], check=True, timeout=60)
 
 

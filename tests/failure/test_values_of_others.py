@@ -1,4 +1,4 @@
-"""Values that their own code or a registered serializer serializes, as in plain Dask."""
+"""Values with serializers of their own are spilled and restored as in plain Dask."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def client(cluster: Client) -> Iterator[Client]:
 
 
 class Sized:
-    """Holds a block."""
+    """A value that holds a block."""
 
     def __init__(self, number: int, nbytes: int = 2 * MIB) -> None:
         self.number = number
@@ -51,7 +51,7 @@ class Sized:
 
 
 class Locked(Sized):
-    """Pickle refuses it."""
+    """A value that pickle refuses."""
 
     def __init__(self, number: int, nbytes: int = 2 * MIB) -> None:
         super().__init__(number, nbytes)
@@ -59,7 +59,7 @@ class Locked(Sized):
 
 
 class LockedMore(Locked):
-    """Has the serializer of its base."""
+    """A value with the serializer of its base class."""
 
 
 class Generic(Sized):
@@ -70,15 +70,15 @@ class Generic(Sized):
 
 
 class NotSo(Sized):
-    """Its serializer leaves it to pickle."""
+    """A value whose serializer leaves it to pickle."""
 
 
 class Failing(Sized):
-    """Its serializer fails, though pickle would not."""
+    """A value whose serializer fails, although pickle would not."""
 
 
 class WithState(Sized):
-    """Pickle asks it for its state."""
+    """A value that gives its state to pickle."""
 
     def __getstate__(self) -> Any:
         return {"number": self.number}
@@ -94,7 +94,7 @@ class Unpicklable(Sized):
 
 @dask_serialize.register(Locked)
 def _serialize(value: Locked) -> Any:
-    # Views cannot be pickled, so what Dask's pickler makes of this is no way out.
+    # Views cannot be pickled, so pickling this result cannot hide an error of the store.
     header = {"type": type(value).__name__, "number": value.number}
     return header, [memoryview(value.block.view(np.uint8))]
 
@@ -166,14 +166,14 @@ def test_unserializable_value_stays_in_memory_and_is_logged_once(
         made = client.map(kind, range(14), pure=False)
         wait(made, timeout=DEADLINE_S)
         blocks = client.map(make_block, range(20), pure=False)
-        # Others leave for it, and tasks go on.
+        # Other values are spilled instead, and tasks go on.
         assert client.gather(client.map(sum_of, blocks, pure=False))
     assert not any(store.is_spilled(one.key) for one in made)
     said = [one.getMessage() for one in caplog.records if "it stays in memory" in one.getMessage()]
     assert len(said) == 1
     assert why in said[0]
     assert kind.__name__ in said[0]
-    # The text does not hold the value.
+    # The text does not contain the value.
     assert max(map(len, said)) < 500
     assert all(client.gather(client.map(is_there, made, pure=False)))
 
@@ -183,7 +183,7 @@ def is_there(value: Any) -> bool:
 
 
 class OwnError(Exception):
-    """An error of a program."""
+    """An error class of a user's program."""
 
 
 ERRORS: dict[str, BaseException] = {
@@ -219,7 +219,7 @@ def use(value: Any) -> int:
 @pytest.mark.parametrize("kind", ERRORS)
 def test_unpickling_error_is_raised_with_the_key(client: Client, kind: str) -> None:
     (store,) = stores(client)
-    # Shortages are waited for, for as long as anything else may go on.
+    # Reads wait during a shortage as long as other work may end it.
     sour = client.submit(Sour, kind, pure=False)
     wait(sour, timeout=DEADLINE_S)
     blocks = client.map(make_block, range(16), pure=False)
@@ -231,7 +231,7 @@ def test_unpickling_error_is_raised_with_the_key(client: Client, kind: str) -> N
     assert str(error) == str(ERRORS[kind])
     assert any(sour.key in note for note in error.__notes__)
     assert len(error.__notes__) == 1
-    # It was not computed again, nor is it waited for.
+    # The value was not computed again, and no read waits for it.
     assert store.is_spilled(sour.key)
     assert not store.failed_reads(0.0)
     assert client.gather(client.map(sum_of, blocks[:4], pure=False))

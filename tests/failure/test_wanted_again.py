@@ -1,7 +1,7 @@
-"""A second computation over a shuffle that another reads, with inputs that change each time.
+"""Two computations over one shuffle each get all of their rows from a single run.
 
-What an output was made of is let go of once it is made, so the shuffle starts over for the second.
-Each of the two gets all of its rows from one run.
+The second one starts while the first reads the shuffle. Shards are freed once their output is
+made, so the shuffle runs again for the second. The inputs differ in each run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELD = N_PARTITIONS - 1
 ALL_ROWS = N_PARTITIONS * 100
 META = pd.DataFrame({"key": [0], "time": [0]}).iloc[:0]
 
-#: How often each input was made; the workers are in this process.
+#: How often each input partition was made; the workers are in this process.
 _times: Counter[int] = Counter()
 
 
@@ -45,7 +45,7 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
 
 @pytest.fixture
 def gate(client: Client) -> Iterator[Gate]:
-    """Where one output of each shuffle has to wait before it is put together."""
+    """A gate at which one output of each shuffle waits before it is concatenated."""
     with Gate() as gate:
         client.run(_hold_an_output, gate.path)
         yield gate
@@ -64,7 +64,7 @@ def _hold_an_output(path: str, dask_worker: Any) -> None:
 
 
 def make(number: int) -> pd.DataFrame:
-    """Make an input partition whose rows say how often it was made."""
+    """Make an input partition; its rows contain how often it was made."""
     _times[number] += 1
     return pd.DataFrame({"key": np.arange(100), "time": _times[number]})
 
@@ -88,7 +88,7 @@ def see(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def times_of(frames: list[pd.DataFrame]) -> tuple[int, list[int]]:
-    """How many rows there are, and of which times."""
+    """Return the number of rows, and the distinct values of `time`."""
     whole = pd.concat(frames)
     return len(whole), sorted(set(whole["time"]))
 
@@ -105,14 +105,14 @@ def wait_for_all_but_the_held(cluster: LocalCluster, name: str) -> None:
 
     async def is_so() -> bool:
         tasks = [cluster.scheduler.tasks[name, number] for number in range(HELD)]
-        # What a shuffle has taken in is let go of as well.
+        # The inputs of the tasks have to be released, too.
         return all(
             task.state in ("memory", "released")
             and all(output.state == "released" for output in task.dependencies)
             for task in tasks
         )
 
-    until(lambda: cluster.sync(is_so), "the first computation does not come so far")
+    until(lambda: cluster.sync(is_so), "the first computation does not read the other outputs")
 
 
 def wait_for_runs(client: Client, n_runs: int) -> None:
@@ -130,7 +130,7 @@ def assert_both_have_rows_of_the_second_run(
     first: list[Any],
     n_shuffles: int,
 ) -> None:
-    """`first` is the input of the first computation, behind this many shuffles."""
+    """Check two computations; `first` is the input of the first, behind `n_shuffles` shuffles."""
     total = client.compute(dask.delayed(times_of)(first))
     gate.wait_for()
     wait_for_runs(client, n_shuffles)
@@ -162,7 +162,7 @@ def test_finished_results_of_the_first_run_stay(
     """Results that depend only on the first run are not computed again."""
     reads = seen(shuffled, "first")
     some = client.compute(dask.delayed(times_of)(reads[:HELD]))
-    # It keeps the run, which would be over else.
+    # This task keeps the run, which would end otherwise.
     last = client.compute(reads[HELD])
     gate.wait_for()
     assert some.result(DEADLINE_S)[1] == [1]

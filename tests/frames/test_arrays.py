@@ -1,4 +1,4 @@
-"""Cutting, packing and joining the chunks of arrays."""
+"""Chunks of arrays are cut, packed and joined to the same arrays as in Dask."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_chunks_are_rechunked(plan, dtype, sent):
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("dtype", PICKLED, ids=str)
-def test_round_trip_of_pickled_values(dtype, sent):
+def test_pickled_values_survive_a_round_trip(dtype, sent):
     old, new = ((3, 3), (4,)), ((6,), (1, 3))
     array = values(dtype, (6, 4))
     assert ChunkLayout.of(array, {}) is None
@@ -154,7 +154,7 @@ def test_chunks_of_mixed_types_get_the_first_type_as_in_dask():
 
 
 def test_chunk_of_an_unannounced_shape_is_joined_as_in_dask():
-    """As in stock Dask: slices end with the chunk, and the remaining parts are joined."""
+    """Slices end with the chunk, and the remaining parts are joined, as in stock Dask."""
     old, new = ((4, 4), (6,)), ((8,), (6,))
     inputs = {(0, 0): np.ones((4, 1)), (1, 0): np.zeros((4, 1))}
     (got,) = exchanged(old, new, inputs, sent=True).values()
@@ -230,7 +230,7 @@ def test_damaged_shards_are_refused():
 
 
 def test_parsing_a_layout_is_retried_after_a_system_error(monkeypatch):
-    """As may happen if two threads parse at the same time."""
+    """The error may happen if two threads parse at the same time."""
     layout = ChunkLayout(np.dtype("f4"), (3, 5, 7), False)
     read = np.lib.format.read_array_header_1_0
     failures = [SystemError("AST constructor recursion depth mismatch")] * 2

@@ -1,4 +1,4 @@
-"""The pandas adapter: the conformance suite over several kinds of frames, and more tests."""
+"""The pandas adapter passes the conformance suite with several kinds of frames, and more tests."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TestMixedWithoutBlocks(TestMixed):
 
 @st.composite
 def nearly_keys(draw):
-    """Keys of real layouts, with up to two bytes replaced."""
+    """Draw keys of real layouts, with up to two bytes replaced."""
     names = draw(st.lists(st.text("abc", min_size=1, max_size=3), max_size=4, unique=True))
     frame = pd.DataFrame({"slot": [0], **{name: [1.5] for name in names}})
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)
@@ -162,7 +162,7 @@ def test_objects_count_with_their_measured_size():
     rows = np.arange(100, 300)
     here, away = opened.gather([Selection(rows, False), Selection(rows, True)])
     assert here.nbytes == pytest.approx(away.buffer.nbytes, rel=0.02)
-    # The buffer stays in memory beside the restored objects.
+    # The buffer is in memory together with the restored objects.
     unpacked = adapter.unpack(opened.layout_key, away)
     assert unpacked.nbytes == away.buffer.nbytes + away.pickle_nbytes
 
@@ -273,7 +273,7 @@ def test_partitions_of_several_types_are_joined(parts):
 
 
 @pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
-def test_joined_dictionaries_too_large_for_their_indices(index):
+def test_dictionary_too_large_for_its_index_is_an_error(index):
     texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]
     parts = [arrow(*some, dtype=pa.dictionary(index, pa.string())) for some in texts]
     if index == pa.int16():

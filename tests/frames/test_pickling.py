@@ -1,4 +1,4 @@
-"""Objects that leave a process: how often they are pickled, and the errors."""
+"""Objects that leave a process are pickled as rarely as possible; errors name the object."""
 
 from __future__ import annotations
 

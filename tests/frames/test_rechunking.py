@@ -61,7 +61,7 @@ def test_spans_equal_stock_splits(plan):
 @settings(derandomize=True)
 @given(rechunkings(smallest=0))
 def test_pieces_reassemble_the_array(plan):
-    """Also with empty chunks, for which stock Dask makes more splits than elements."""
+    """This includes empty chunks, for which stock Dask makes more splits than elements."""
     old, new = plan
     shape = [sum(axis) for axis in old]
     array = np.arange(np.prod(shape)).reshape(shape)

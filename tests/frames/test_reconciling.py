@@ -151,5 +151,5 @@ def test_values_that_fit_get_the_promised_type(column, expected):
     assert found.dtype == expected
     assert found.isna().tolist() == column.isna().tolist()
     pairs = zip(found.dropna(), column.dropna(), strict=True)
-    # Lists come back as arrays.
+    # Lists are restored as arrays.
     assert all(np.all(one == other) for one, other in pairs)

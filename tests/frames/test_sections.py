@@ -1,4 +1,4 @@
-"""Sections of a packed shard: the places of bytes of one kind."""
+"""Sections of a packed shard cover all of its bytes, each with bytes of one kind."""
 
 from __future__ import annotations
 

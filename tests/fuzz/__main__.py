@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 
 HERE = pathlib.Path(__file__).parent
-#: Memory that one input may make the process take.
+#: Most memory that the process may use for one input.
 MOST_RSS_MB = 1500
 #: Seconds that one input may take.
 MOST_S = 20
@@ -28,7 +28,7 @@ LONGEST_NBYTES = 4096
 
 
 def _fuzz(program: str, name: str, arguments: list[str]) -> None:
-    """Hand the process over to the fuzzer, which ends it."""
+    """Start the fuzzer in this process; the fuzzer ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["dask_gpurt"]):
@@ -38,7 +38,7 @@ def _fuzz(program: str, name: str, arguments: list[str]) -> None:
 
 
 def _program(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Write a program that is the fuzzer of one target: a merge starts itself by its own path."""
+    """Write a program that fuzzes one target; a merge of inputs starts it again by its path."""
     program = folder / "fuzz-target"
     command = shlex.join([sys.executable, "-m", "tests.fuzz", "--in-process", str(program), name])
     program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -51,7 +51,7 @@ def archive_of(name: str) -> pathlib.Path:
 
 
 def kept_inputs(name: str) -> dict[str, bytes]:
-    """Inputs that earlier runs kept, by their name."""
+    """Return the inputs that earlier runs kept, by their names."""
     if not archive_of(name).exists():
         return {}
     with zipfile.ZipFile(archive_of(name)) as archive:
@@ -63,7 +63,7 @@ def _keep(name: str, folder: pathlib.Path) -> int:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     with zipfile.ZipFile(archive_of(name), "w", zipfile.ZIP_DEFLATED) as archive:
         for path in files:
-            # A fixed date: the same inputs make the same archive.
+            # With a fixed date, the same inputs make the same archive.
             entry = zipfile.ZipInfo(path.name)
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return len(files)

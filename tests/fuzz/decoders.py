@@ -1,11 +1,11 @@
-"""Every decoder that reads bytes from a peer, a disk or a file, as a target for a fuzzer.
+"""Targets for a fuzzer: every decoder that reads bytes from a peer, a disk or a file.
 
 A target takes bytes and calls one decoder on them. It returns for input that the decoder accepts
 or refuses as documented; it raises for anything else. `python -m tests.fuzz` runs a coverage-guided
 fuzzer over a target. `test_corpus.py` replays the inputs that such a run kept.
 
-Checksums are made right before the decoder looks, so that the fuzzer reaches the code behind them.
-Pickles are not opened: an input that holds one could run any code.
+Checksums are corrected before the call, so that the fuzzer reaches the code behind them. Pickles
+are not loaded, because an input with a pickle could run any code.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dask_gpurt.topology import description, machine
 from dask_gpurt.transport import ucx_protocol, wire
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
-#: No target makes a decoder fill more memory than this.
+#: Most memory that a target lets a decoder fill.
 MOST_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """A decoder and where a fuzzer begins.
+    """A decoder, and valid inputs from which a fuzzer starts.
 
     Attributes
     ----------
     look
-        Calls the decoder. Raises only what the decoder does not promise.
+        Calls the decoder. Raises only errors that the decoder does not document.
     seeds
         Valid inputs.
     """
@@ -143,7 +143,7 @@ def _payload_seeds() -> Iterable[bytes]:
 
 @functools.cache
 def _frames() -> tuple[tuple[pd.DataFrame, bytes, Packed], ...]:
-    """Frames without objects: meta, layout and packed rows of each."""
+    """Return meta, layout and packed rows of frames without objects."""
     n = 40
     base = pd.DataFrame(
         {
@@ -174,7 +174,7 @@ def _look_at_frame_layout(raw: bytes) -> None:
         body = adapter.unpack(raw[1:], packed)
         adapter.concatenate([Piece(body, 0, 10), Piece(body, 20, packed.n_rows)])
     except (ValueError, TypeError):
-        # `concatenate` may meet types that nothing unites, which is what a user would see too.
+        # `concatenate` may get types that cannot be united, which a user would see, too.
         return
 
 

@@ -1,4 +1,4 @@
-"""Decoders handle every input that a fuzzer kept, and every seed."""
+"""Decoders accept or refuse as documented every input that a fuzzer kept, and every seed."""
 
 from __future__ import annotations
 

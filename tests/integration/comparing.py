@@ -1,4 +1,4 @@
-"""Running one collection on both sides and comparing it partition by partition."""
+"""Helpers that compute a collection with stock Dask and the runtime, and compare partitions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import dask_gpurt
 
 
 def collection(frames: list[pd.DataFrame]) -> Any:
-    """Dask DataFrame with these partitions; the first one's types are the meta's."""
+    """Return a Dask DataFrame with these partitions; its meta has the types of the first."""
     parts = [delayed(lambda frame: frame)(frame) for frame in frames]
     return dd.from_delayed(parts, meta=frames[0].iloc[:0], verify_meta=False)
 
 
 def partitions(client: Any, lazy: Any) -> list[Any]:
-    """Every partition of a collection, computed by a client with P2P shuffles."""
+    """Return every partition of a collection, computed by a client with P2P shuffles."""
     with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
         return list(client.gather(client.compute(lazy.to_delayed())))
 
@@ -29,7 +29,7 @@ def runs(client: Any) -> dict[str, int]:
 
 
 def on_our_plane(sides: Any, lazy: Any, n_shuffles: int | None = None) -> list[Any]:
-    """Partitions from the enabled side, after checking that it was our data plane's doing."""
+    """Return partitions from the enabled side, after a check that our data plane made them."""
     before = runs(sides.enabled)
     got = partitions(sides.enabled, lazy)
     after = runs(sides.enabled)
@@ -49,7 +49,7 @@ def assert_same_partitions(got: list[Any], expected: list[Any]) -> None:
 
 
 def assert_same_as_stock(sides: Any, lazy: Any, n_shuffles: int | None = None) -> list[Any]:
-    """The enabled side's partitions, after checking that they are the stock side's, in order."""
+    """Check that partitions of both sides are equal; return those of the enabled side."""
     expected = partitions(sides.stock, lazy)
     got = on_our_plane(sides, lazy, n_shuffles)
     assert_same_partitions(got, expected)

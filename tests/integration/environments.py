@@ -1,7 +1,7 @@
-"""Environments with other packages or another Python than that of the tests, made of links.
+"""Helpers that make environments with other packages or another Python than the tests have.
 
-Each is a virtual environment with an interpreter and packages of its own, so that all that Dask and
-pip look at is true there: what can be imported, what metadata say, where configuration lies.
+Each is a virtual environment with an interpreter and packages of its own, made of links. So
+imports, metadata of packages and the place of configuration files are real there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shutil import copytree, ignore_patterns
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: `make test` makes it where another Python is found.
+#: An environment that `make test` makes if it finds another Python.
 OTHER = ROOT / ".venv-other" / "bin" / "python"
 #: A version that no package has.
 OLD = "0.0.9"
@@ -38,12 +38,12 @@ def _about(python: str) -> dict:
 
 
 def minor_of(python: str) -> str:
-    """As `3.11`."""
+    """Return the minor version of a Python, such as `3.11`."""
     return ".".join(map(str, _about(python)["python"]))
 
 
 def second_python() -> str:
-    """A Python of another minor version that has Dask and this package; skips without one."""
+    """Return a Python of another minor version with Dask and this package; skip without one."""
     if not OTHER.exists():
         pytest.skip("no second Python: make .venv-other/installed OTHER_PYTHON=python3.12")
     if minor_of(str(OTHER)) == minor_of(sys.executable):
@@ -52,12 +52,12 @@ def second_python() -> str:
 
 
 def without(directory: Path, *packages: str, python: str = sys.executable) -> str:
-    """A Python like another one, in an environment that lacks some packages."""
+    """Return a copy of a Python, in an environment that lacks some packages."""
     return _environment(directory, python, dict.fromkeys(packages))
 
 
 def with_versions(directory: Path, python: str = sys.executable, **versions: str) -> str:
-    """A Python like another one, in an environment with other versions of some packages."""
+    """Return a copy of a Python, in an environment with other versions of some packages."""
     return _environment(directory, python, versions)
 
 

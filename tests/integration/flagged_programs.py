@@ -1,4 +1,4 @@
-"""Shuffles to compute, the flag, and waiting for a state of the workers."""
+"""Helpers for tests of the flag: a small shuffle, the flag's setting, and a wait for workers."""
 
 from __future__ import annotations
 

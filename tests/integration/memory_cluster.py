@@ -1,4 +1,4 @@
-"""A cluster whose workers hold little in memory."""
+"""A helper that starts a cluster whose workers hold little in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import dask_gpurt
 
 MIB = 1 << 20
 
-#: In one process with everything else, so that what the process takes besides is not looked at.
+#: Limits on the memory of the whole process are off, because all workers share one process.
 MANAGED_ALONE = {
     "distributed.worker.memory.target": 0.6,
     "distributed.worker.memory.spill": False,

@@ -1,4 +1,4 @@
-"""A preload of workers: none of them sends a heartbeat, however long it lives."""
+"""A preload of workers that stops their heartbeats."""
 
 from __future__ import annotations
 

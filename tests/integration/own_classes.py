@@ -1,7 +1,7 @@
-"""A program whose classes are its own; run as a script, for `test_own_classes`.
+"""A script that shuffles objects of its own classes, for `test_own_classes`.
 
-Prints a line for each case: its name and how it ended, `as sent` if every object arrived with its
-value and its type. The number of workers comes by `N_WORKERS`.
+It prints a line for each case, with its name and outcome. The outcome is `as sent` if every object
+arrived with its value and its type. The environment variable `N_WORKERS` has the number of workers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def objects(make):
 
 
 def categories(values):
-    """Of which every other partition has one less."""
+    """Make frames with a categorical column; every other partition has one category less."""
 
     def make(i):
         mine = values[: len(values) - i % 2]
@@ -153,7 +153,7 @@ CASES = {
     "name of the columns": lambda: frames(change=name_columns),
 }
 
-#: What nobody can send, made on a worker.
+#: Objects that cannot be pickled, so they are made on a worker.
 UNSENDABLE = {
     "lock": lambda n: threading.Lock(),
     "a lock among numbers": lambda n: threading.Lock() if n == 13 else int(n),
@@ -174,7 +174,7 @@ def shown(value):
 
 
 def summary(frame):
-    """Everything in a frame that its objects are seen in."""
+    """List everything in a frame that shows its objects, as text."""
     frame = frame.iloc[np.argsort(frame.n.to_numpy())]
     columns = [frame.iloc[:, position] for position in range(frame.shape[1])]
     return [
@@ -190,7 +190,7 @@ def summary(frame):
 
 
 def expected_of(parts):
-    """The partitions one after the other; pandas makes objects of categories that differ."""
+    """Concatenate partitions and unite categories, which pandas would turn into objects."""
     if "v" not in parts[0] or parts[0].v.dtype != "category":
         return pd.concat(parts)
     united = pd.api.types.union_categoricals([part.v for part in parts])

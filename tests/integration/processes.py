@@ -1,4 +1,4 @@
-"""Schedulers, workers and programs in processes of their own, as users start them."""
+"""Helpers that start schedulers, workers and programs as processes, by the usual commands."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from distributed import Client
 
 TIMEOUT_S = 90
 
-#: Started before the real command: this package is installed, and cannot be imported any more.
+#: Code to run before the command: it makes imports of this package fail, as if not installed.
 WITHOUT_PACKAGE = "import sys, dask.sizeof; sys.modules['dask_gpurt'] = None\n"
-#: ... or makes distributed look like a release that nobody tested.
+#: Code to run before the command: it makes distributed look like an untested release.
 FUTURE_DISTRIBUTED = "import distributed; distributed.__version__ = '2031.1.0'\n"
 
-#: For programs whose errors are looked at: a worker of stock Dask that closes while a heartbeat of
-#: its is under way prints a traceback, of which there are several kinds.
+#: Environment for programs whose error output is checked. A worker of stock Dask may print a
+#: traceback if it closes during a heartbeat.
 WITHOUT_HEARTBEATS = {
     "DASK_DISTRIBUTED__WORKER__PRELOAD": str(Path(__file__).with_name("no_heartbeats.py"))
 }
@@ -66,7 +66,7 @@ class CommandLineCluster:
         python: str = sys.executable,
         **env: str,
     ) -> subprocess.Popen:
-        # Like `dask scheduler ...`, with something done first in the same process.
+        # This is like `dask scheduler ...`, after other code in the same process.
         program = before + f"import sys; from dask.cli import run_cli; sys.argv = {['dask', what]}"
         program += f" + {list(arguments)}; run_cli()"
         log = self._directory / f"{what}-{len(self._processes)}.log"
@@ -85,7 +85,7 @@ class CommandLineCluster:
 
     def scheduler(self, before: str = "", **env: str) -> subprocess.Popen:
         if before == WITHOUT_PACKAGE:
-            # Where the package is missing, so is the YAML that lists its preload.
+            # Without the package, the YAML file that lists its preload would be missing, too.
             env = {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "[]", **env}
         arguments = ["--port", "0", "--dashboard-address", ":0", "--host", "127.0.0.1"]
         arguments += ["--scheduler-file", str(self._file)]
@@ -104,7 +104,7 @@ class CommandLineCluster:
         return "\n".join(log.read_text() for log in self.logs)
 
     def stop(self) -> None:
-        # Workers while there is a scheduler: one that loses it as it is told to stop may not end.
+        # Workers stop before the scheduler, because one that loses it meanwhile may not exit.
         for process in reversed(self._processes):
             process.send_signal(signal.SIGTERM)
             try:

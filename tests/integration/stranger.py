@@ -1,8 +1,8 @@
-"""A program of another user of the machine: tries to run code on every port of a cluster.
+"""A program of another user, which tries to run code on every port of a cluster.
 
     python stranger.py MARKER PORT...
 
-Prints one line for each attempt that was let in. Code that runs makes the file MARKER.
+It prints one line for each attempt that succeeded. The code that it sends makes the file MARKER.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 2
 
 
 def become_nobody() -> None:
-    """Where the tests run as root; elsewhere the stranger only lacks the certificate."""
+    """Become the user nobody if the tests run as root; otherwise, only lack the certificate."""
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -33,7 +33,7 @@ def become_nobody() -> None:
 
 
 async def send_code(address: str, security: Security | None, marker: str) -> bool:
-    """Whether an answer came to a message that has code in it."""
+    """Return whether an answer came to a message with code in it."""
     args = security.get_connection_args("client") if security is not None else {}
     function = dumps(Path(marker).touch)
     for op in ("run", "run_function"):
@@ -50,7 +50,7 @@ async def send_code(address: str, security: Security | None, marker: str) -> boo
 
 
 def submit(address: str, security: Security | None, marker: str) -> bool:
-    """Whether a client connects."""
+    """Return whether a client can connect."""
     with contextlib.suppress(Exception):
         with Client(address, security=security, timeout=TIMEOUT_S, set_as_default=False) as client:
             client.submit(Path(marker).touch).result(TIMEOUT_S)
@@ -59,7 +59,7 @@ def submit(address: str, security: Security | None, marker: str) -> bool:
 
 
 def page(port: str, path: str) -> bool:
-    """Whether there is a page."""
+    """Return whether there is a page."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=TIMEOUT_S):
             return True
@@ -67,12 +67,12 @@ def page(port: str, path: str) -> bool:
         return False
 
 
-#: The sitemap is always there, and is empty.
+#: Pages of the HTTP server. The sitemap is not among them: it always exists, and is empty.
 PAGES = ("/metrics", "/health", "/info/main/workers.html", "/json/counts.json", "/info/logs.html")
 
 
 async def try_all(ports: list[str], kinds: dict[str, Security | None], marker: str) -> list[str]:
-    """Every port, each way, at the same time."""
+    """Try all attacks on every port at the same time; return those that succeeded."""
     tries = {
         f"{kind}://127.0.0.1:{port}": send_code(f"{kind}://127.0.0.1:{port}", security, marker)
         for port in ports

@@ -1,4 +1,4 @@
-"""The flag on real clusters: which processes see it, and what happens where it cannot work."""
+"""The flag activates the runtime on real clusters, or one message says why it cannot."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestFlag:
             client.wait_for_workers(1)
             assert len(partitions(client, shuffled())) == 3
             assert runs(client) == {"gpurt": 1, "stock": 0}
-            # A client with the flag on top changes nothing, and nobody complains.
+            # A client that has the flag, too, changes nothing and causes no message.
             with flagged(), cluster.client():
                 assert dask_gpurt.status(client)["active"]
         assert "already contains a plugin" not in cluster.log_text()
@@ -118,7 +118,7 @@ class TestFlag:
 @pytest.mark.cluster
 class TestRunningCluster:
     def test_runtime_follows_the_life_of_a_cluster(self, cluster):
-        """A cluster that was running, workers that join, one that dies, and a restart."""
+        """The runtime is enabled on a running cluster; workers join, one dies, and all restart."""
         cluster.scheduler()
         cluster.worker("--name", "first")
         with cluster.client() as stock:
@@ -138,14 +138,14 @@ class TestRunningCluster:
                 check(1)
                 cluster.worker("--name", "second")
                 check(2)
-                # The nanny starts a worker that was killed again.
+                # The nanny restarts a worker that was killed.
                 victim, pid = next(iter(client.run(os.getpid).items()))
                 os.kill(pid, signal.SIGKILL)
                 client.sync(until_workers, client, lambda workers: victim not in workers)
                 check(2)
                 client.restart()
                 check(2)
-                # The other client never saw the flag; the runtime is the cluster's.
+                # The other client never had the flag, but the whole cluster has the runtime.
                 before = runs(client)
                 partitions(stock, shuffled())
                 assert runs(client)["gpurt"] == before["gpurt"] + 1
@@ -187,7 +187,7 @@ class TestRunningCluster:
 
 @pytest.mark.cluster
 class Labelled(pd.DataFrame):
-    """A kind of frame without an adapter."""
+    """A kind of DataFrame without an adapter."""
 
     @property
     def _constructor(self):
@@ -230,11 +230,11 @@ class TestWhereItCannotWork:
             assert status["runs"] == {"gpurt": 0, "stock": 1}
             ((address, problem),) = status["not_ready"].items()
             assert address in problem and "pip install dask-gpurt" in problem
-            # One that joins now is not kept from joining either.
+            # Another worker without the package can join, too.
             cluster.worker("--no-nanny", "--name", "late", before=WITHOUT_PACKAGE)
             client.wait_for_workers(3)
             assert len(dask_gpurt.status(client)["not_ready"]) == 2
-            # With the last of them gone, everybody who is left can.
+            # When the last of these workers has left, the runtime works again.
             for worker in status["workers"]:
                 if worker == address:
                     client.retire_workers([worker])
@@ -244,7 +244,7 @@ class TestWhereItCannotWork:
 
     @pytest.mark.parametrize("waits", ["shuffle-transfer", "shuffle-barrier"])
     def test_joining_worker_without_the_package_restarts_the_run(self, cluster, waits):
-        """The shuffle starts over, as stock's, once it cannot do without it."""
+        """The shuffle restarts with stock Dask once it needs the new worker."""
         cluster.scheduler()
         cluster.worker("--no-nanny")
         with cluster.client() as client:
@@ -337,7 +337,7 @@ with LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as c, Cl
         ), done.stderr
 
     def test_preload_of_a_disabled_runtime_takes_under_20_ms(self):
-        """Reading our YAML and importing the preload, in a fresh interpreter that has dask."""
+        """The time is that of reading our YAML and importing the preload, after dask's import."""
         source = """
 import time, pathlib, dask.config, yaml, sys
 path = next(p for p in pathlib.Path(sys.prefix, "etc/dask").glob("gpurt.yaml"))
@@ -360,7 +360,7 @@ print(time.perf_counter() - began)
 
 
 def _leftovers(client):
-    """Return what a disabled runtime left on the live objects that it had changed."""
+    """Return traces of a disabled runtime on the live objects that it had changed."""
 
     def on_scheduler(dask_scheduler):
         plugin = dask_scheduler.plugins["shuffle"]

@@ -33,7 +33,7 @@ def runs_under_way(worker):
 
 
 def untold(worker):
-    """Return ended runs that no heartbeat has reported yet."""
+    """Return the ended runs that no heartbeat has reported yet."""
     return worker.extensions["gpurt"]._untold_runs
 
 
@@ -45,13 +45,13 @@ async def shuffle(c):
 async def test_retired_and_closed_workers_still_count(c, s, a, b, d):
     await dask_gpurt.enable(c)
     await shuffle(c)
-    # A run ends for good when the scheduler has let go of its tasks.
+    # A run has ended once the scheduler has forgotten its tasks.
     await async_poll_for(lambda: not s.tasks, timeout=10)
     await async_poll_for(lambda: not any(runs_under_way(w) for w in (a, b, d)), timeout=10)
     before = await dask_gpurt.status(c)
     assert before["totals"]["sent_nbytes"] > 0
     assert before["departed"]["workers"] == 0
-    # What a worker said when it was asked, says as it lives on, and says as it goes, counts once.
+    # Workers report counters on request, by heartbeats and when they leave. They count once.
     await async_poll_for(lambda: not any(untold(w) for w in (a, b, d)), timeout=10)
     assert told(await dask_gpurt.status(c)) == told(before)
     await c.retire_workers([a.address])
@@ -75,7 +75,7 @@ async def test_counters_are_kept_on_disable_and_reset_on_enable(c, s, a, b):
     before = await dask_gpurt.status(c)
     await dask_gpurt.disable(c)
     assert told(await dask_gpurt.status(c)) == told(before)
-    # Nor does it matter that a worker leaves then.
+    # The departure of a worker changes nothing, either.
     await b.close()
     assert told(await dask_gpurt.status(c)) == told(before)
     await dask_gpurt.enable(c)
@@ -83,7 +83,7 @@ async def test_counters_are_kept_on_disable_and_reset_on_enable(c, s, a, b):
     assert not any(counters.values())
     assert shuffles == []
     await shuffle(c)
-    # One worker is left.
+    # Only one worker is left, so there is one run.
     assert (await dask_gpurt.status(c))["totals"]["shuffle_runs"] == 1
 
 
@@ -97,7 +97,7 @@ async def test_malformed_counters_of_a_worker_are_ignored(c, s, a, b):
         return said[-1]
 
     a.extensions["gpurt"].heartbeat_data = nonsense
-    # The next one is sent when the one before it was answered.
+    # A second heartbeat shows that the first one was answered.
     await async_poll_for(lambda: len(said) > 1, timeout=20)
     assert await c.scheduler.gpurt_counted(worker=a.id, said=[1]) is None
     assert a.address in s.workers
@@ -123,7 +123,7 @@ def test_killed_restarted_and_removed_workers_still_count():
             client.gather(client.compute(shuffled()))
 
         def heard(dask_scheduler):
-            """Without asking: that alone would be remembered."""
+            """Return the scheduler's counters without a request to workers, which adds to them."""
             return dask_scheduler.plugins["gpurt"].tally.totals()
 
         shuffle_once()
@@ -147,7 +147,7 @@ def test_killed_restarted_and_removed_workers_still_count():
         before = dask_gpurt.status(client)
         cluster.scale(0)
         until(lambda: departed(client) == 6, "the workers do not leave")
-        until(lambda: told_of(client)[0] == told(before)[0], "the last word does not come")
+        until(lambda: told_of(client)[0] == told(before)[0], "the last report does not arrive")
         after = dask_gpurt.status(client)
         assert runs(client)["gpurt"] == 3
         assert after["workers"] == {}

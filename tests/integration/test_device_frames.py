@@ -1,7 +1,7 @@
-"""Shuffles of device frames, emulated in host memory, on whole clusters and over real UCX.
+"""Shuffles of emulated device frames on real clusters, also over UCX, equal those of stock Dask.
 
-pandas frames take the way of device frames here: what a transport is given is not the host's
-memory, and whoever reads it as such gets an error.
+pandas frames are treated as device frames here. Their shards are in emulated device memory, which
+raises an error if code reads it as host memory.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def shuffled():
 
 @dask_serialize.register(EmulatedArray)
 def left_to_pickle(array):
-    """distributed would make a plain array of it."""
+    """Leave arrays to pickle, because distributed would turn them into plain arrays."""
     raise NotImplementedError
 
 
 class Device:
-    """An emulated device for each worker, and the bytes copied out of all of their memory.
+    """An emulated device for each worker, and the bytes copied from all of them to the host.
 
     Attributes
     ----------
     limits_nbytes
-        Of the devices that are still to come.
+        Limits of the devices of the next workers.
     """
 
     def __init__(self):
@@ -98,9 +98,9 @@ def device(monkeypatch):
 
 @pytest.fixture
 def knows_devices(monkeypatch):
-    """UCX that says it knows device memory; that of the emulated device it can read and write.
+    """Make UCX accept device memory; it can read and write that of the emulated device.
 
-    Faster than by TCP, as where there are devices.
+    UCX also looks faster than TCP, as on machines with devices.
     """
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
     monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
@@ -108,7 +108,7 @@ def knows_devices(monkeypatch):
 
 
 def assert_same_as_stock(client):
-    """Partition by partition and row by row."""
+    """Check that a shuffle equals stock Dask's, row by row in each partition."""
     expected = partitions(client, shuffled())
     dask_gpurt.enable(client)
     before = runs(client)["gpurt"]
@@ -126,7 +126,7 @@ def sent_nbytes(client):
 def test_device_shards_travel_without_a_copy_to_the_host(client, device, knows_devices):
     assert_same_as_stock(client)
     assert paths(client)[0] == {"ucx"}
-    # What is read of a shard that arrives is what it says of its columns.
+    # Only the description of the columns is copied from shards that arrive.
     assert sent_nbytes(client) > 1_000_000
     assert 0 < device.copied_nbytes < 50_000
 
@@ -134,7 +134,7 @@ def test_device_shards_travel_without_a_copy_to_the_host(client, device, knows_d
 def test_device_over_its_limit_receives_on_the_host(client, device, knows_devices):
     device.limits_nbytes = [1 << 30, 0]
     assert_same_as_stock(client)
-    # The other one sends from its device; what this one sends is in the host's memory already.
+    # One worker sends from its device. The shards of the other are already in host memory.
     assert paths(client)[0] == {"ucx", "shared"}
     assert device.copied_nbytes >= 1_000_000
 
@@ -155,7 +155,7 @@ def test_series_is_shuffled_as_a_frame_of_one_column(client, device, column):
 
 @pytest.fixture
 def two_hosts(monkeypatch):
-    """Workers that find no memory to share."""
+    """Make workers find no shared memory, as on two hosts."""
 
     def open_(borrower, offer):
         raise TransportError("another host")
@@ -165,7 +165,7 @@ def two_hosts(monkeypatch):
 
 @pytest.fixture(params=["send", "receive"])
 def works_on_the_host_alone(request, monkeypatch):
-    """UCX that fails with device memory at one end; the error text that its peers report."""
+    """Make UCX fail with device memory at one end; return the error text that peers report."""
     works = getattr(UcxEngine, request.param)
 
     async def of_the_host(engine, peer, number, buffers, deadline_s):
@@ -278,7 +278,7 @@ def test_device_arrays_are_rechunked_on_the_device(
 
 
 async def settled(workers):
-    """Every run of these workers is over."""
+    """Return whether every run of these workers has ended."""
     for worker in workers:
         for run in tuple(runtime_of(worker)._runs):
             await run._closed_event.wait()

@@ -1,4 +1,4 @@
-"""Values of a GPU in the store of a live worker. The GPU is emulated; everything else is not."""
+"""A live worker's store spills and restores values of a GPU; only the GPU is emulated."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_disabling_keeps_values_and_restores_the_allocator(gpu):
         assert gpu.allocator == before
         (worker,) = client.cluster.workers.values()
         assert type(worker.data).__name__ == "SpillBuffer"
-        # Dask has no tier for a GPU: one value at a time is what fits for certain.
+        # Dask does not spill from a GPU, so only one value at a time fits for certain.
         assert all(client.submit(is_right, v, n).result() for n, v in enumerate(values))
         dask_gpurt.enable(client)
         assert all(client.submit(is_right, v, n).result() for n, v in enumerate(values))
@@ -144,7 +144,7 @@ def test_unusable_gpu_is_left_to_dask(gpu, monkeypatch, caplog):
     is_stored = threading.Event()
 
     def fail():
-        # The first value opens it, and is on the device for as long as that takes.
+        # The first value opens the driver, and counts as on the device meanwhile.
         assert is_stored.wait(60)
         raise RuntimeError("CUDA finds no device")
 
@@ -179,7 +179,7 @@ def column(number, nbytes):
 
 
 def test_cudf_that_spills_by_itself_keeps_its_values(gpu, monkeypatch, caplog):
-    # Dask has it register its types; that of this test is known already.
+    # Dask asks cudf to register its types. The type of this test is registered already.
     for name in ("cudf", "cudf.comm", "cudf.comm.serialize"):
         monkeypatch.setitem(sys.modules, name, module := types.ModuleType(name))
         module.__path__ = []
@@ -203,7 +203,7 @@ def test_cudf_that_spills_by_itself_keeps_its_values(gpu, monkeypatch, caplog):
 
 
 def test_room_for_an_output_is_reserved_on_its_level(gpu):
-    """Not one of them would fit into the memory that the host has for outputs."""
+    """None of the outputs would fit into the host's memory for outputs."""
     with cluster(n_workers=1, n_threads=2, memory_limit=3 * MIB) as client:
         for _ in range(2):
             values = make(client, 4)
@@ -213,7 +213,7 @@ def test_room_for_an_output_is_reserved_on_its_level(gpu):
 
 
 def test_event_loop_allocates_while_a_copy_is_in_flight(gpu, monkeypatch):
-    """As where a message is received into memory of the GPU."""
+    """A message that is received into GPU memory does the same."""
     settings = {"gpurt.memory.device": "15 MiB"}
     with cluster(n_workers=1, memory_limit=80 * MIB, **settings) as client:
         values = make(client, 4, nbytes=3 * MIB)
@@ -249,8 +249,8 @@ def test_event_loop_allocates_while_a_copy_is_in_flight(gpu, monkeypatch):
 
 
 def test_two_workers_share_a_gpu_and_exchange_values(gpu):
-    # Both of them unpack what they receive, and read what they send, on the same small device:
-    # with all that Dask puts into one message by default it would be full of that alone.
+    # Both workers unpack and read messages on the same small device. With Dask's default limit, one
+    # message would fill it.
     one_value = {"distributed.worker.transfer.message-bytes-limit": 2 * MIB}
     settings = {"gpurt.memory.device": 0.3, **one_value}
     with cluster(memory_limit=80 * MIB, **settings) as client:

@@ -1,4 +1,4 @@
-"""Every dtype and index of Dask users through a real shuffle, against plain Dask."""
+"""Shuffles and merges of all dtypes and indexes equal those of plain Dask."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def objects(values):
     return pd.Series(values, dtype=object)
 
 
-#: Columns of which stock Dask makes the same as we do.
+#: Columns for which stock Dask and the runtime give equal results.
 LIKE_STOCK = {
     "int8": lambda rng, i: rng.integers(0, 9, N).astype("i1"),
     "uint64": lambda rng, i: rng.integers(0, 9, N).astype("u8"),
@@ -108,7 +108,7 @@ LIKE_STOCK = {
     ),
 }
 
-#: Columns that stock Dask refuses or changes, which arrive as they were sent.
+#: Columns that stock Dask refuses or changes, but that the runtime leaves unchanged.
 AS_SENT = {
     "complex": lambda rng, i: rng.random(N) + 1j,
     "sparse": lambda rng, i: pd.arrays.SparseArray(rng.integers(0, 2, N)),
@@ -138,7 +138,7 @@ INDEXES = {
     "multi": lambda rng, i: pd.MultiIndex.from_arrays([np.arange(N), ["z"] * N], names=["p", "q"]),
 }
 
-#: Indexes of which stock Dask makes another type, or another name.
+#: Indexes whose type or name stock Dask changes.
 INDEXES_AS_SENT = {
     "object": lambda rng, i: pd.Index([f"r{j}" for j in range(N)], dtype=object),
     "period": lambda rng, i: pd.period_range("2020", periods=N, freq="D"),
@@ -156,10 +156,10 @@ def strings_stay_as_they_are():
 
 
 def assert_as_sent(sides, sent):
-    """Each row arrived once, where its key belongs, in order, with all it had."""
+    """Check that each row arrived once, unchanged, in order, and in its key's partition."""
     got = on_our_plane(sides, collection(sent).shuffle("key", npartitions=5), 1)
     source = pd.concat(sent)
-    # Concatenating guesses: an index of objects that are all strings becomes one of strings.
+    # `concat` turns an index of objects that are all strings into one of strings.
     source.index = source.index.astype(sent[0].index.dtype)
     for part in got:
         assert part["origin"].is_monotonic_increasing
@@ -192,7 +192,7 @@ def test_index_type_is_kept_as_sent(sides, name):
 
 
 def side_by_side(columns):
-    """One collection's partitions with all of these columns."""
+    """Return a collection's partitions with all of these columns."""
     made = {name: frames(column) for name, column in columns.items()}
     return [
         frame.assign(**{name: parts[i]["value"] for name, parts in made.items()})
@@ -201,7 +201,7 @@ def side_by_side(columns):
 
 
 def test_column_types_survive_ucx(over_ucx):
-    """All columns at once: for UCX a shard is bytes, and columns differ only in their offsets."""
+    """All columns are in one shuffle, because for UCX a shard is only bytes."""
     lazy = collection(side_by_side(LIKE_STOCK)).shuffle("key", npartitions=5)
     assert_same_as_stock(over_ucx, lazy, 1)
     assert_as_sent(over_ucx, side_by_side(AS_SENT))
@@ -214,7 +214,7 @@ def test_index_types_survive_ucx(over_ucx):
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_categories_are_united_in_the_order_of_the_input(sides, ordered):
-    """Stock unites them in the order in which shards happened to arrive."""
+    """Stock Dask unites them in the order in which shards happen to arrive."""
     sent = frames(lambda rng, i: pd.Categorical(rng.choice([f"x{i}", "y"], N), ordered=ordered))
     got = on_our_plane(sides, collection(sent).shuffle("key", npartitions=3), 1)
     for part in got:
@@ -227,7 +227,7 @@ def test_categories_are_united_in_the_order_of_the_input(sides, ordered):
 
 
 def test_nullable_numbers_keep_the_type_of_the_meta(sides):
-    """Stock's type is that of the shard that happened to arrive first."""
+    """Stock Dask uses the type of the shard that happens to arrive first."""
     sent = frames(lambda rng, i: pd.Series(rng.integers(0, 9, N), dtype="Int64" if i % 2 else "i8"))
     sent[3].loc[sent[3]["key"] == 0, "value"] = pd.NA
     got = on_our_plane(sides, collection(sent).shuffle("key", npartitions=5), 1)
@@ -238,7 +238,7 @@ def test_nullable_numbers_keep_the_type_of_the_meta(sides):
 
 
 def test_unknown_categories_are_shuffled(sides):
-    """As from `astype("category")`: the meta does not know the categories."""
+    """As after `astype("category")`, the meta does not know the categories."""
     lazy = collection(frames(lambda rng, i: rng.choice(["a", "b"], N)))
     lazy = lazy.assign(value=lazy["value"].astype("category"))
     assert_same_as_stock(sides, lazy.shuffle("key", npartitions=3), 1)
@@ -248,7 +248,7 @@ class Label(enum.Enum):
     LEFT = 1
 
 
-#: Names of the columns of two frames that are merged, the first of which both have.
+#: Column names of two frames to merge. Both frames have the first name.
 COLUMN_NAMES = {
     "two levels": ([("oil", "lo"), ("oil", "hi"), ("tea", "lo")], [("oil", "lo"), ("ore", "x")]),
     "three levels": ([("a", "b", "c"), ("a", "b", "d")], [("a", "b", "c"), ("p", "q", "r")]),
@@ -298,7 +298,7 @@ def test_merge_accepts_column_names_that_dask_refuses(sides, name, how):
 
 @pytest.mark.parametrize("level_names", [None, ["kind", "which"]], ids=["", "named"])
 def test_join_keeps_two_levels_of_columns(sides, level_names):
-    """On their indexes, which are in another order on the other side."""
+    """The frames are joined on their indexes, which have different orders."""
     rows = np.random.default_rng(0).permutation(N)
     left = with_names([("oil", "lo"), ("oil", "hi")], np.arange(N), level_names=level_names)
     right = with_names([("ore", "x"), ("tea", "lo")], rows, level_names=level_names)

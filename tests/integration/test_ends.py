@@ -1,4 +1,4 @@
-"""Schedulers and workers in processes of their own that are told to end."""
+"""Schedulers and workers in processes of their own exit when they are told to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.processes import CommandLineCluster, command_line_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-#: Far more than the end of a worker takes, and less than what a hang was.
+#: Far more seconds than a worker needs to exit, and fewer than an earlier hang took.
 TIMEOUT_S = 40
 
 FLAG = {"DASK_GPURT__ENABLED": "true", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -80,7 +80,7 @@ def test_scheduler_ends_before_its_workers(cluster: CommandLineCluster, nanny: s
 def test_worker_may_be_closed_twice_at_once(
     cluster: CommandLineCluster, tmp_path: Path, second: signal.Signals
 ) -> None:
-    """By the scheduler, and while it is about to by a signal."""
+    """The scheduler closes a worker, and a signal does so at the same time."""
     cluster.scheduler(**FLAG)
     worker = cluster.worker("--no-nanny", **FLAG)
     with cluster.client() as client:

@@ -17,7 +17,7 @@ import dask_gpurt
 from tests.integration.comparing import collection, runs
 
 IDLE = {("background-comms", "idle", "seconds"), ("background-disk", "idle", "seconds")}
-#: Messages between hosts, before and after they were encoded.
+#: Metrics of messages between hosts, before and after encoding.
 ENCODED = {
     ("background-comms", label, unit)
     for label in ("compress", "send")
@@ -56,7 +56,7 @@ def told(client, context):
 
 @pytest.fixture(scope="module")
 def spilling():
-    """Metrics and counters of a shuffle that spilled all of its shards."""
+    """Return metrics and counters of a shuffle that spilled all of its shards."""
     with cluster(**{"gpurt.shuffle.memory": "16 KiB", "gpurt.shuffle.transport": "comm"}) as client:
         dask_gpurt.enable(client)
         shuffle(client)
@@ -69,8 +69,8 @@ def test_metric_labels_equal_those_of_dask(spilling):
         shuffle(client)
         stock = told(client, "p2p")
     ours, _, _ = spilling
-    # Nothing of ours stands by for a message or a write, so nothing is idle. How long a task was
-    # held back is told even where it was not. Stock has only seconds of compressing and sending.
+    # The runtime has no task that waits idly for a message or a write. It reports the seconds of
+    # back-pressure even if there were none. Stock Dask reports only seconds for compress and send.
     assert stock.keys() - ours.keys() == IDLE
     more = ours.keys() - stock.keys()
     assert more - {("foreground", "comms-limiter", "seconds")} == ENCODED
@@ -85,7 +85,7 @@ def test_metric_amounts_equal_the_counters(spilling):
     assert totals["unspilled_nbytes"] > 0
     assert ours["background-comms", "process", "bytes"] == totals["sent_nbytes"]
     assert ours["background-comms", "process", "count"] == totals["messages"]
-    # Dask's connections count as leaving the host, whoever is at the other end.
+    # Messages over Dask's connections count as leaving the host, even within one.
     assert run["raw_nbytes"] == run["sent_nbytes"] == totals["sent_nbytes"]
     assert ours["background-comms", "compress", "bytes"] == run["raw_nbytes"]
     assert ours["background-comms", "send", "bytes"] == run["wire_nbytes"] > 0
@@ -122,7 +122,7 @@ def test_no_disk_or_wire_metrics_without_spilling_on_one_host():
 
 
 def scraped(client):
-    """Sum what workers show Prometheus about shuffles."""
+    """Sum the workers' Prometheus metrics about shuffles."""
     units = {"bytes": "bytes", "count": "count", "time_seconds": "seconds"}
     families = {f"dask_worker_shuffle_{name}": unit for name, unit in units.items()}
     totals = {}
@@ -137,9 +137,9 @@ def scraped(client):
 
 
 def at_the_scheduler(client, expected):
-    """Return the scheduler's shuffle metrics, once as expected or after several heartbeats.
+    """Return the scheduler's shuffle metrics once they are as expected, or after some heartbeats.
 
-    What a worker says by itself may still be on its way when it is asked to say more.
+    A worker's own heartbeat may still be in flight when the test requests another one.
     """
 
     async def say(dask_worker):

@@ -1,4 +1,4 @@
-"""Managed memory on real workers: more data than memory, damage, disabling, a live cluster."""
+"""Managed memory works on real workers: with more data than memory, damage and switching off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_data_larger_than_memory_stays_correct():
             report = store.report()
             memory = report["levels"][0]
             assert memory["used_nbytes"] <= memory["capacity_nbytes"]
-            # Nothing was written twice.
+            # No value was written twice.
             assert report["io"]["disk-write-bytes"] <= 1.05 * x.nbytes
 
 
@@ -56,7 +56,7 @@ def test_dashboard_shows_spilled_data():
         metrics = [client.sync(worker.get_metrics) for worker in workers]
         cold = sum(m["spilled_bytes"]["memory"] for m in metrics)
         at_home = sum(store.residency.levels[0].used_nbytes for store in stores(client))
-        # A value is in memory or spilled, and not both, however many copies there are.
+        # Each copy of a value is either in memory or spilled, not both.
         assert cold + at_home == sum(m["managed_bytes"] for m in metrics)
         assert all(m["spilled_bytes"]["disk"] > 0 for m in metrics)
         assert all(worker.data.cumulative_metrics["disk-write", "bytes"] > 0 for worker in workers)
@@ -72,7 +72,7 @@ def test_spilled_value_is_sent_without_entering_memory():
         assert any(store.is_spilled(cold) for store in stores(client))
 
 
-def test_value_evicted_during_another_read_of_its_message():
+def test_value_evicted_during_a_read_of_its_message_is_sent():
     with cluster(n_workers=1) as client:
         parts = [client.compute(block(n)) for n in range(12)]
         wait(parts)
@@ -101,7 +101,7 @@ def test_value_evicted_during_another_read_of_its_message():
             finally:
                 go_on.set()
             values = gathered.result(60)
-        # Neither of them on the event loop.
+        # Neither read was on the event loop.
         assert len(readers) == 2
         assert all(name.startswith("gpurt read") for name in readers)
         for value, part in zip(values, (cold, at_home), strict=True):
@@ -170,7 +170,7 @@ def test_task_may_start_while_the_store_is_handed_back():
         wait(parts)
         ours = worker.execute
         dask_gpurt.disable(client)
-        # Dask had called ours already, and runs it now.
+        # Dask may already have looked up our function, and calls it now.
         worker.execute = ours
         try:
             assert client.submit(np.sum, parts[3]).result(timeout=60) == 3 * (4 * MIB // 8)
@@ -197,7 +197,7 @@ def test_disabling_reads_values_outside_of_the_event_loop():
             disabling = threading.Thread(target=dask_gpurt.disable, args=(client,))
             disabling.start()
             assert reading.wait(60)
-            # The worker does what it always does, with the store that it has.
+            # Meanwhile the worker works as usual, with its old store.
             new = client.submit(np.full, MIB // 8, 7, pure=False)
             assert new.result()[0] == 7
             released = parts.pop()
@@ -221,7 +221,7 @@ def test_fine_metrics_count_spilled_and_read_bytes():
         wait(parts)
         assert client.gather(client.compute([delayed(np.sum)(part) for part in parts]))
         (worker,) = client.cluster.workers.values()
-        # What lanes did is told with the next look of the monitor.
+        # The memory monitor reports the work of lanes at its next check.
         until(
             lambda: all(
                 worker.digests_total.get(("memory-monitor", way, "bytes"))
@@ -264,7 +264,7 @@ def test_closed_worker_leaves_no_memory_file():
 
 def test_enabling_takes_over_spilled_data_of_dask(caplog):
     with cluster(enable=False) as client:
-        # Data that nobody can compute again.
+        # Scattered data cannot be computed again.
         parts = [client.scatter(np.full(4 * MIB // 8, n), direct=True) for n in range(24)]
         wait(parts)
         assert any(worker.data.slow for worker in client.cluster.workers.values())
@@ -323,7 +323,7 @@ def test_worker_with_the_store_of_dask_explains_nothing():
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_store_of_dask_cuda_is_replaced_on_request_only(is_replaced):
-    # Which library a store is of is told by where its class is from.
+    # The message derives the store's library from the module of its class.
     kind = type("DeviceHostFile", (dict,), {"__module__": "dask_cuda.device_host_file"})
     options = {"n_workers": 1, "processes": False, "protocol": "tcp://", "dashboard_address": ":0"}
     settings = {**MANAGED_ALONE, "gpurt.memory.replace-dask-cuda": is_replaced}
@@ -355,7 +355,7 @@ def test_store_of_dask_cuda_is_replaced_on_request_only(is_replaced):
     ids=["folder", "target", "limit"],
 )
 def test_custom_spill_buffer_is_kept(own):
-    """Dask makes the same class by default, and that one is replaced."""
+    """A store of the same class that Dask makes by default is replaced."""
 
     def made(worker_local_directory):
         folder = os.path.join(worker_local_directory, own["spill_directory"])

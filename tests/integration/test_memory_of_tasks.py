@@ -1,4 +1,4 @@
-"""Managed memory on real workers: room for tasks, and outputs whose size is wrong."""
+"""Workers reserve room for tasks, and cope with outputs whose reported size is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_waiting_task_releases_its_reserved_room():
         return int(np.full(20 * MIB // 8, number, dtype=np.int64).max())
 
     with cluster(n_workers=1) as client:
-        # They are known to be large: what is learnt of one is expected of the next.
+        # The second task is expected to be as large as the first.
         assert client.submit(parent, pure=False).result() == 6
         assert client.submit(parent, pure=False).result() == 6
 
@@ -40,7 +40,7 @@ def test_task_that_does_not_fit_starts_after_the_patience_time(monkeypatch):
 
     config = {"distributed.worker.memory.spill": 0.99}
     with cluster(n_workers=1, n_threads=2, **config) as client:
-        # Other tasks of their names tell how large their outputs are.
+        # The size of their outputs is known from other tasks with these names.
         for name in ("waits", "sets"):
             client.submit(np.zeros, 18 * MIB // 8, key=f"{name}-0").result()
         first = client.submit(waits, key="waits-1", priority=10)
@@ -50,7 +50,7 @@ def test_task_that_does_not_fit_starts_after_the_patience_time(monkeypatch):
 
 
 def test_subtasks_do_not_wait_for_room_of_their_parent(monkeypatch):
-    """It did not leave its thread, and its input takes nearly all the room there is."""
+    """The parent keeps its thread, and its input takes nearly all room."""
     monkeypatch.setattr("dask_gpurt.plugins.memory.manager.PATIENCE_S", math.inf)
 
     def made():
@@ -62,7 +62,7 @@ def test_subtasks_do_not_wait_for_room_of_their_parent(monkeypatch):
         return sum(int(part.result().sum()) for part in parts) + held.nbytes
 
     with cluster(n_workers=1, n_threads=2) as client:
-        # How large they are is learnt of the first.
+        # The size of these outputs is learnt from the first one.
         client.submit(made, key="made-0").result()
         held = client.submit(np.zeros, 18 * MIB // 8, key="held")
         found = client.submit(outer, held).result(timeout=DEADLINE_S)
@@ -70,7 +70,7 @@ def test_subtasks_do_not_wait_for_room_of_their_parent(monkeypatch):
 
 
 class Measured:
-    """Remembers which threads asked how large it is."""
+    """A value that records the threads that asked for its size."""
 
     def __init__(self):
         self.by = []
@@ -121,7 +121,7 @@ class Understated:
         return 48
 
 
-#: Looks of the monitor follow one another closely, and say what the test wants them to.
+#: Settings for a memory monitor that checks often; tests set the memory that it sees.
 MONITORED = {
     "distributed.worker.memory.spill": 0.7,
     "distributed.worker.memory.monitor-interval": "5ms",
@@ -166,7 +166,7 @@ def test_inputs_of_finished_tasks_are_not_prefetched():
         assert client.run(ahead, 2) == {worker.address: [first.key, second.key]}
         gate.open()
         wait([running, *uses])
-        # Fewer have ended than would have the queue looked at again.
+        # Too few tasks have ended for another check of the queue.
         assert client.run(ahead, 0) == {worker.address: []}
 
 
@@ -206,5 +206,5 @@ def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
             go_on.set()
         worker.data._lanes.write(written.set)
         assert written.wait(DEADLINE_S)
-        # Asked for twice, and the first is not done yet at the second.
+        # Two high readings ask to release memory, but the first request waits behind the write.
         assert len(relieved) == 1

@@ -12,7 +12,7 @@ from tests.conftest import stock_client
 from tests.integration.processes import command_line_cluster, run_program
 
 ON = {"DASK_GPURT__ENABLED": "true"}
-#: Of the program. None of them is a default, which is what a worker's environment has.
+#: The program's settings. All differ from the defaults, which a worker's environment has.
 SETTINGS = {
     "gpurt.enabled": True,
     "gpurt.strict": True,
@@ -65,7 +65,7 @@ def ways():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The flag is where the worker starts, and nowhere else."""
+    """A cluster with the flag only in the worker's environment."""
     with command_line_cluster(tmp_path_factory.mktemp("cluster")) as started:
         started.scheduler()
         started.worker("--nthreads", "2", **ON)
@@ -97,7 +97,7 @@ class TestOnAWorkerWithTheFlag:
         with cluster.client() as client:
             client.wait_for_workers(1)
             dask_gpurt.disable(client)
-            # A worker that has had no client before.
+            # This worker has had no client before.
             client.restart()
             future = client.submit(ways()[way], client.scheduler.address, pure=False)
             assert future.result(timeout=60) == 32
@@ -151,7 +151,7 @@ def test_client_in_a_task_does_not_change_the_cluster_flag(way):
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_run_command_around_a_program_with_its_own_cluster(tmp_path):
+def test_task_below_the_run_command_keeps_client_settings(tmp_path):
     source = """
     import sys
     from dask_gpurt.cli import gpurt
@@ -190,10 +190,10 @@ IDENTITY = {
     [
         ({7001}, {"10.0.0.2"}, ["tcp://10.0.0.2:7001"]),
         ({7002}, {"10.0.0.2", "fe80::1"}, ["tcp://[fe80::1]:7002"]),
-        # Something else has that port, here.
+        # Another program has that port on this host.
         ({7001}, {"10.0.0.3"}, []),
         ({7003}, {"10.0.0.2"}, []),
-        # A program with its cluster in its own process started this one.
+        # The parent is a program with a cluster in its own process.
         ({7001, 8786}, {"10.0.0.1", "10.0.0.2"}, []),
     ],
 )

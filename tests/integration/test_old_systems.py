@@ -1,4 +1,4 @@
-"""Programs on a Python that lacks functions of `os`, as one built against an old C library."""
+"""Programs work on a Python without newer functions of `os`, and on an old kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 HAS_UCX = importlib.util.find_spec("ucxx") is not None
 
-#: What such a Python, or the kernel below it, does not have.
+#: Functions that such a Python, or its kernel, does not have.
 LACKS = {
     "memory": ["memfd_create", "MFD_CLOEXEC"],
     "processes": ["pidfd_open"],
@@ -108,7 +108,7 @@ PROGRAM = """
 
 
 def outcome(directory, names, *, transport="auto", processes=False, is_old_kernel=False):
-    """Run a program that shuffles and spills; return what it prints. Its rows are checked."""
+    """Run a program that shuffles, spills and checks its rows; return its output."""
     site = directory / "site"
     site.mkdir()
     about = {"names": names, "is_old_kernel": is_old_kernel}
@@ -159,6 +159,6 @@ def test_ucx_works_on_a_python_without_system_calls(tmp_path):
 
 
 def test_kernel_without_shared_memory_uses_other_transports(tmp_path):
-    """There is no memory to share, and other paths are left."""
+    """Without memory files nothing can be shared, so UCX or Dask's connections remain."""
     found = outcome(tmp_path, EVERYTHING, is_old_kernel=True, processes=True)
     assert found == ours("ucx" if HAS_UCX else "comm")

@@ -1,4 +1,4 @@
-"""Programs whose frames and arrays hold objects of their own classes, run as a user runs them."""
+"""Frames and arrays with objects of a script's own classes arrive unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.integration.processes import TIMEOUT_S, environment
 
 PROGRAM = Path(__file__).with_name("own_classes.py")
-#: What cannot be pickled, and the type that its error names.
+#: Objects that cannot be pickled, and the type that the error names.
 UNSENDABLE = {
     "lock": "_thread.lock",
     "a lock among numbers": "_thread.lock",
@@ -22,7 +22,7 @@ UNSENDABLE = {
 
 def answers(directory: Path, n_workers: int, *, is_cell: bool = False, **env: str):
     """Run the program; return the name and outcome of each case."""
-    # Of a cell of a notebook there is no file that a worker could import.
+    # Like a notebook's cell, this code has no file that a worker could import.
     cell = f"exec(compile({PROGRAM.read_text()!r}, '<cell>', 'exec'))"
     command = [sys.executable, *(["-c", cell] if is_cell else [str(PROGRAM)])]
     done = subprocess.run(
@@ -57,7 +57,7 @@ def test_objects_of_own_classes_arrive_as_sent(tmp_path, n_workers, env, paths):
     errors = {name: found.pop(name) for name in UNSENDABLE}
     assert set(found.values()) == {"as sent"}, found
     assert len(found) >= 20
-    # Whether they leave their worker or not.
+    # Errors are the same with one worker, which no object leaves.
     for name, what in UNSENDABLE.items():
         assert errors[name].startswith("TypeError: column 'v' cannot be sent"), errors[name]
         assert what in errors[name]

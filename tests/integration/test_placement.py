@@ -1,4 +1,4 @@
-"""Tasks placed by the runtime on real clusters: same results, fewer bytes, restrictions kept."""
+"""Placement on real clusters keeps results and restrictions, and moves fewer bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operands_of_a_join_are_made_on_one_worker(four, name):
-    """Dask moves about half of the bytes; the bound in between allows for timing."""
+    """Stock Dask moves about half of the bytes. The limit is lower, with some room for timing."""
     nbytes, results = {}, {}
     for side, client in (("stock", four.stock), ("enabled", four.enabled)):
         with client.as_current():
@@ -109,7 +109,7 @@ def test_the_command_shows_placement_alone(four, capsys):
 
 @contextlib.contextmanager
 def settings_of(client, **values):
-    """Other settings on a live cluster, as another client would bring them."""
+    """Apply other settings to a live cluster, as another client would."""
     try:
         with dask.config.set(values):
             dask_gpurt.enable(client)
@@ -168,7 +168,7 @@ def test_a_wrong_description_changes_nothing(four, tmp_path):
     worker_kwargs={"resources": {"token": 1}},
 )
 async def test_worker_restrictions_always_hold(c, s, *workers):
-    """Although each task's input is on a worker that it must not run on."""
+    """Each task's input is on a worker on which the task must not run."""
     Placement(s, "data-aware")
     extra = await Worker(s.address, nthreads=1, resources={"special": 1})
     addresses = [worker.address for worker in workers]
@@ -200,7 +200,7 @@ class Counter:
         return self._n
 
 
-# Or the worker's memory monitor would have it go on.
+# With this setting, the memory monitor does not end the worker's pause.
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config={"distributed.worker.memory.pause": False})
 async def test_paused_worker_gets_no_tasks(c, s, a, b):
     Placement(s, "data-aware")
@@ -229,7 +229,7 @@ ONE_SECOND_EACH = {"distributed.scheduler.default-task-durations": {"blocked": "
 
 @gen_cluster(client=True, nthreads=[("", 1)], config=ONE_SECOND_EACH)
 async def test_task_goes_to_a_worker_that_is_fetching_its_input(c, s, b):
-    """And so it is fetched once. The holder is busy for longer than the transfer takes."""
+    """So the input is fetched only once. Its holder is busy for longer than the transfer."""
     placement = Placement(s, "data-aware")
     async with (
         BlockedGetData(s.address, nthreads=1) as a,
@@ -284,7 +284,7 @@ async def test_early_end_of_a_transfer_is_noticed(c, s, a, b, busy):
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
-    """The type of a result says where it is; a worker resource says that it has a GPU."""
+    """The type of a result shows that it is on a GPU; a resource shows that a worker has one."""
     placement = Placement(s, "data-aware")
     async with Worker(s.address, nthreads=1, resources={"GPU": 1}) as gpu:
         placement.add_worker(s.workers[gpu.address])
@@ -308,7 +308,7 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
     config={"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"},
 )
 async def test_tasks_of_unknown_duration_are_stolen_as_in_dask(c, s, a):
-    """Steals that are being negotiated count in the same seconds as the queues do."""
+    """Steals in negotiation count with the same expected seconds as queued tasks."""
     stealing, held = s.extensions["stealing"], Event()
     await stealing.stop()
     tasks = c.map(lambda _, held: held.wait(), range(20), held=held, resources={"A": 1})
@@ -316,7 +316,7 @@ async def test_tasks_of_unknown_duration_are_stolen_as_in_dask(c, s, a):
     async with Worker(s.address, nthreads=1, resources={"A": 1}) as b:
         await async_poll_for(lambda: s.workers[b.address].status == Status.running, timeout=10)
         stealing.balance()
-        # As many as without the runtime; with stock's half a second each, it would be one.
+        # As many are stolen as without the runtime. With 0.5 s for each, it would be one.
         assert len(stealing.in_flight) == 5
         await held.set()
         await c.gather(tasks)
@@ -324,7 +324,7 @@ async def test_tasks_of_unknown_duration_are_stolen_as_in_dask(c, s, a):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_join_partner_planned_on_a_removed_worker_is_ignored(c, s, a, b):
-    """As tasks of a worker that is taken off are placed anew, one after the other."""
+    """Tasks of a removed worker are placed again one by one, so some plans may still name it."""
     placement = Placement(s, "data-aware")
     near = c.submit(int, 7, key="near", workers=[b.address])
     await near
@@ -355,7 +355,7 @@ async def test_task_leaves_a_slow_worker_when_moving_its_input_pays(c, s, a, b):
     assert placement.slowness(s.workers[b.address]) == 1
     await wait(moved := c.submit(int, x, key=("work-2", 0)))
     assert {ws.address for ws in s.tasks[moved.key].who_has} == {b.address}
-    # Stock, for which all workers are alike, leaves it where its input is.
+    # Stock Dask takes all workers for equal, so the task stays with its input.
     placement.close()
     await wait(left := c.submit(int, y, key=("work-3", 0)))
     assert {ws.address for ws in s.tasks[left.key].who_has} == {a.address}
@@ -374,7 +374,7 @@ def queue_of(**durations: str) -> dict:
 async def wait_for_a_quick_one(c, s, quick, slow) -> tuple:
     """Make root tasks that should stay queued, while the quick worker waits for an event.
 
-    Returns the placement, the event that is waited for, what waits for it, and the root tasks.
+    Returns the placement, the event, the task that waits for it, and the root tasks.
     """
     placement = Placement(s, "data-aware")
     take_fifty_times_as_long(placement, slow.address, quick.address)
@@ -389,7 +389,7 @@ async def test_wait_for_a_faster_worker_ends_when_it_stops_paying(c, s, a, b):
     _, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
     assert await c.gather(loads) == list(range(1, 6))
     assert {ws.address for load in loads for ws in s.tasks[load.key].who_has} == {b.address}
-    # They did wait for it.
+    # The tasks did wait for the quick worker.
     assert "gpurt-held-back" in {one[4] for one in s.transition_log}
     await outside.set()
     await waits
@@ -419,7 +419,7 @@ async def test_queued_tasks_return_to_dask_when_placement_is_off(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=NO_STEALING_BY_ITSELF)
 async def test_tasks_queued_on_a_slow_worker_are_stolen_early(c, s, a, b):
-    """Two tasks of a hundredth of a second are not worth the trouble, unless they take longer."""
+    """Two tasks of 0.01 s are not worth a steal, unless they take longer on a slow worker."""
     placement = Placement(s, "data-aware")
     gate = Event()
     key = {"workers": [a.address], "allow_other_workers": True}

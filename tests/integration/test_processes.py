@@ -1,4 +1,4 @@
-"""The helpers that start processes do what they promise."""
+"""The helpers of `processes.py` start and stop processes as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random frames and partitionings: the result equals Dask's, to the dtype."""
+"""Shuffles of random frames and partitionings equal Dask's, including dtypes."""
 
 from __future__ import annotations
 

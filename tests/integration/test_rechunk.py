@@ -1,4 +1,4 @@
-"""Rechunks of arrays, against plain Dask."""
+"""Rechunks of arrays equal those of plain Dask."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.integration.comparing import runs
 
 @pytest.fixture(autouse=True)
 def chunks_are_not_merged():
-    """Small input chunks would all be merged into one before the rechunk."""
+    """Keep Dask from merging all small input chunks into one before the rechunk."""
     with dask.config.set({"array.chunk-size": "1B"}):
         yield
 
 
 def blocks(client, lazy):
-    """Every chunk of an array, as a task gave it, in order."""
+    """Return every chunk of an array in order, as its task returned it."""
     with client.as_current():
         return client.gather(client.compute(list(lazy.to_delayed().flat)))
 
@@ -81,7 +81,7 @@ def p2p(lazy, chunks, **options):
     ids=str,
 )
 def test_array_shapes_are_rechunked_as_in_dask(sides, shape, old, new, n_rechunks):
-    """Where an output has inputs of its own, Dask concatenates them without a rechunk run."""
+    """Dask concatenates inputs that belong to only one output, without a rechunk run."""
     lazy = p2p(array(shape, old), new)
     if not n_rechunks:
         before = runs(sides.enabled)
@@ -91,7 +91,7 @@ def test_array_shapes_are_rechunked_as_in_dask(sides, shape, old, new, n_rechunk
         assert_same_as_stock(sides, lazy, n_rechunks)
 
 
-#: Stock loses its byte order: see `test_byte_order_is_kept`.
+#: A type whose byte order stock Dask loses: see `test_byte_order_is_kept`.
 SWAPPED = ">f4"
 
 
@@ -101,7 +101,7 @@ def test_array_dtypes_are_rechunked_as_in_dask(each_way, dtype):
 
 
 def test_byte_order_is_kept(sides):
-    """Unlike Dask, whose result has the byte order of the machine instead of the planned one."""
+    """Dask's result has the byte order of the machine instead of the announced one."""
     lazy = p2p(array((12, 10), (3, 10), SWAPPED), (12, 4))
     got, expected = blocks(sides.enabled, lazy), blocks(sides.stock, lazy)
     for one, other in zip(got, expected, strict=True):
@@ -153,7 +153,7 @@ def test_empty_chunks_are_rechunked_as_in_dask(sides):
 
 
 def test_output_chunks_are_spread_over_workers(sides):
-    """Outputs of three axes are spread over the workers as evenly as they can be."""
+    """Outputs of three axes are spread over the workers as evenly as possible."""
 
     def where(dask_scheduler):
         return [len(w.has_what) for w in dask_scheduler.workers.values()]
@@ -186,7 +186,7 @@ def test_rechunk_computes_only_requested_outputs(sides, keep):
     assert_same_blocks(blocks(sides.enabled, lazy), expected)
 
 
-def test_large_chunks_over_ucx(over_ucx):
+def test_large_chunks_over_ucx_equal_dask(over_ucx):
     assert_same_as_stock(over_ucx, p2p(array((1200, 1200), (400, 1200)), (1200, 400)), 1)
 
 
@@ -219,7 +219,7 @@ def test_rechunk_runs_beside_shuffles_and_reductions(sides):
 
 
 def test_outputs_start_on_their_owner(sides):
-    """The scheduler is not asked once to send an output task elsewhere."""
+    """No output task asks the scheduler to move it to another worker."""
 
     def count_moves(dask_scheduler):
         stock = dask_scheduler.handlers["shuffle_restrict_task"]
@@ -246,7 +246,7 @@ def test_outputs_start_on_their_owner(sides):
 
 
 def test_wrong_chunks_fail_as_in_dask(sides):
-    """A chunk with an axis less than was announced."""
+    """A chunk has one axis less than announced."""
     lazy = array((12, 10), (3, 10)).map_blocks(lambda chunk: chunk[0], dtype="f8")
     for client in (sides.stock, sides.enabled):
         with pytest.raises(RuntimeError, match="failed during transfer phase") as caught:

@@ -1,4 +1,4 @@
-"""Shuffles restricted to some workers, of which some are absent."""
+"""Shuffles restricted to some workers run there, even if some of them are absent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.failure.gates import Gate, pass_gate, until
 
 N_ROWS = 200
 ABSENT = "tcp://127.0.0.1:1"
-#: Nothing here takes long, but for what waits for a worker that is absent.
+#: Only a wait for an absent worker takes this long.
 DEADLINE_S = 60
 
 
@@ -29,7 +29,7 @@ async def supply(dask_worker, **resources):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """An enabled cluster: its client, and the addresses of its workers, the first with a GPU."""
+    """The client and worker addresses of an enabled cluster; the first worker has a GPU."""
     with (
         dask.config.set({"dataframe.shuffle.method": "p2p", "gpurt.enabled": False}),
         stock_client(3) as client,
@@ -50,7 +50,7 @@ def shuffled(seed=0):
 
 
 def owners(cluster, lazy, **restrictions):
-    """Workers that have the outputs, after checking that these are whole."""
+    """Return the workers that have the outputs, after a check that all rows are there."""
     futures = cluster.client.compute(lazy.to_delayed(), **restrictions)
     parts = [future.result(timeout=DEADLINE_S) for future in futures]
     assert sum(map(len, parts)) == N_ROWS
@@ -64,7 +64,7 @@ def later_shuffles_are_not_held_up(cluster):
     assert owners(cluster, shuffled(-1)) == set(cluster.addresses)
 
 
-#: Restrictions by the addresses of workers, and the numbers of those that may have outputs.
+#: Functions from worker addresses to restrictions, and numbers of workers allowed for outputs.
 RESTRICTIONS = {
     "absent, loosely": (lambda _: [ABSENT], True, {0, 1, 2}),
     "one of two, loosely": (lambda there: [ABSENT, there[1]], True, {1}),
@@ -120,7 +120,7 @@ def held(frame, gate):
 
 
 def test_departed_worker_is_left_out_of_the_next_attempt():
-    """It was there when the restriction was made and the run began."""
+    """The worker was there when the restriction was made and the run began."""
     with (
         dask.config.set({"dataframe.shuffle.method": "p2p", "gpurt.enabled": False}),
         stock_client(3) as client,
@@ -134,13 +134,13 @@ def test_departed_worker_is_left_out_of_the_next_attempt():
         futures = client.compute(lazy.to_delayed(), workers=both)
         gate.wait_for()
         until(lambda: active_shuffles(scheduler), "a run")
-        # A worker whose thread is at the gate would not end before that is open.
-        until(lambda: len(holding(scheduler, both)) == 1, "only one input to be waited for")
+        # A worker whose thread waits at the gate cannot exit before the gate opens.
+        until(lambda: len(holding(scheduler, both)) == 1, "the end of all inputs but one")
         (stays,) = holding(scheduler, both)
         (leaves,) = set(both) - {stays}
         (worker,) = (w for w in client.cluster.workers.values() if w.address == leaves)
         client.sync(worker.close, nanny=False)
-        until(lambda: leaves not in scheduler.workers, "it to be gone")
+        until(lambda: leaves not in scheduler.workers, "the end of the worker")
         gate.open()
         results = [future.result(timeout=DEADLINE_S) for future in futures]
         assert sum(map(len, results)) == 4 * N_ROWS
@@ -149,6 +149,6 @@ def test_departed_worker_is_left_out_of_the_next_attempt():
 
 
 def holding(scheduler, addresses):
-    """Workers that have inputs to make."""
+    """Return the workers that still have inputs to make."""
     found = {address: scheduler.workers[address].processing.copy() for address in addresses}
     return [one for one, tasks in found.items() if any("held" in str(t.key) for t in tasks)]

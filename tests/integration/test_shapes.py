@@ -1,4 +1,4 @@
-"""Shapes and combinations of shuffles, against plain Dask."""
+"""Shuffles of many shapes and combinations equal those of plain Dask."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_five_thousand_partitions_are_shuffled(sides):
 
 @pytest.mark.parametrize("keep", [[0], [3, 1], [7, 2, 5]])
 def test_shuffle_computes_only_requested_outputs(sides, keep):
-    """Only some output partitions are asked for; rows of the others go nowhere."""
+    """Only some output partitions are requested; rows of the others are dropped."""
     lazy = many([100] * 4).shuffle("key", npartitions=8).partitions[keep]
     assert_same_as_stock(sides, lazy, 1)
 
@@ -164,7 +164,7 @@ def test_dataframe_operations_equal_dask(sides, name):
 
 
 def test_unsupported_kind_of_frame_runs_on_dask(sides):
-    """A subclass carries state that the adapter of its base would lose."""
+    """A subclass may have state that the adapter of its base would lose."""
     lazy = collection([Labelled(frame(50, seed)) for seed in range(3)])
     before = dask_gpurt.status(sides.enabled)
     got = partitions(sides.enabled, lazy.shuffle("key", npartitions=3))

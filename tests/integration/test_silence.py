@@ -23,7 +23,7 @@ async def main():
 
 asyncio.run(main())
 """
-#: The line about the preload of a user's own must still be there.
+#: The log must still have the line about a user's own preload.
 WITH_A_PRELOAD = (
     """
 import dask
@@ -32,7 +32,7 @@ dask.config.set({"distributed.worker.preload": ["wave"]})
 """
     + IN_ONE_PROCESS
 )
-#: A client alone, in a process that has imported nothing but it.
+#: A program that imports only the client.
 OF_A_CLIENT = """
 from distributed import Client
 
@@ -43,12 +43,12 @@ with Client(scheduler_file="scheduler.json", set_as_default=False) as client:
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
-    """As this one, without the package."""
+    """Return a Python like this one, but without the package."""
     return without(tmp_path_factory.mktemp("bare") / "environment", "dask_gpurt")
 
 
 def lines(text):
-    """Kinds of lines in a log: without times, numbers and addresses, in any order."""
+    """Return the distinct lines of a log, sorted, without times, numbers and addresses."""
     kept = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|tcp://\S+|worker-\w{8}\b|\d+", "N", text)
     return sorted({re.sub(r"\s+", " ", line) for line in kept.splitlines()})
 
@@ -58,7 +58,7 @@ def lines(text):
 def test_program_prints_nothing_more_than_with_plain_dask(tmp_path, bare_python, program):
     said = []
     for python in (sys.executable, bare_python):
-        # A folder of its own: in the system's, what others left there is purged with a line of log.
+        # Dask has its own folder here. In the system's one, it logs when it removes old files.
         (folder := tmp_path / f"run{len(said)}").mkdir()
         said.append(
             run_program(

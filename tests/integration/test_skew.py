@@ -1,4 +1,4 @@
-"""Hot keys: workers get nearly equal shares, and the rows equal those of Dask."""
+"""With hot keys, workers get nearly equal shares, and the rows equal those of Dask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def four_workers():
 
 
 def keys_by_heat():
-    """Keys, the hottest of which go to neighbouring output partitions, one to each."""
+    """Return keys by heat; each of the hottest goes to its own, neighbouring output partition."""
     candidates = pd.DataFrame({"key": np.arange(100_000)})
     cast = {"key": np.float64}  # as Dask hashes numbers
     candidates["partition"] = partitioning_index(candidates, N_PARTITIONS, cast_dtype=cast)
@@ -34,7 +34,7 @@ def keys_by_heat():
 
 
 def zipf(number, column="x"):
-    """Rows with keys of a Zipf distribution with exponent 1.2."""
+    """Return rows whose keys have a Zipf distribution with exponent 1.2."""
     rng = np.random.default_rng(number)
     heat = rng.zipf(1.2, ROWS) % 100_000 - 1
     return pd.DataFrame({"key": KEYS[heat], column: np.arange(ROWS) + number * ROWS})
@@ -61,9 +61,9 @@ def test_zipf_keys_load_workers_evenly_over_ucx(over_ucx: Sides):
 
 
 def test_data_is_skewed_without_a_sketch(four_workers: Sides, monkeypatch):
-    """Without the sketch, the skew that other tests expect to vanish is there."""
+    """The data really is skewed: without the sketch, workers get unequal shares."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.SKETCHED_ROWS", ROWS + 1)
-    # Other data than above: the sketch of a shuffle is kept for when it starts over.
+    # The data differs from that above, because the sketch of a shuffle is kept for restarts.
     on_our_plane(four_workers, skewed(100).shuffle("key", npartitions=N_PARTITIONS), 1)
     assert last_shuffle(four_workers)["skew"] > 2
 

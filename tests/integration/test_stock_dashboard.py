@@ -44,12 +44,12 @@ def shuffled(n_outputs):
 def draw(applications, server, variables):
     """Open each page and update it as for a browser that shows it.
 
-    Returns the pages, and what kind of error each one raised that failed.
+    Returns the pages, and the kinds of errors of the pages that failed.
     """
     pages, failed = {}, {}
     for route, application in applications.items():
         if route == "/hardware":
-            # It measures the machine for ten seconds, and reads nothing of tasks or shuffles.
+            # This page measures the machine for ten seconds, and shows no tasks or shuffles.
             continue
         pages[route] = page = Document()
         with captured_logger(logging.getLogger(), level=logging.ERROR) as errors:
@@ -71,7 +71,7 @@ async def ask_for(server, routes):
 
 
 def everything(s, workers):
-    """Pages that fail, and the data that the page of shuffles draws."""
+    """Return the pages that fail, and the data that the page of shuffles draws."""
     pages, failed = draw(scheduler_pages.applications, s, scheduler_pages.template_variables(s))
     for worker in workers:
         failed |= draw(worker_pages.applications, worker, worker_pages.template_variables)[1]
@@ -89,7 +89,7 @@ async def during_a_shuffle(c, s, workers, n_outputs, has_moved):
         await async_poll_for(lambda: has_moved(beats(s)), timeout=30)
         known = beats(s)
         during = everything(s, workers)
-        assert beats(s) == known  # nobody was asked meanwhile
+        assert beats(s) == known  # no heartbeat came meanwhile
         await ask_for(s, [*PLAIN, *PLAIN_AT_SCHEDULER, "/shuffle"])
         await ask_for(workers[0], [*PLAIN, "/status"])
     finally:
@@ -99,7 +99,7 @@ async def during_a_shuffle(c, s, workers, n_outputs, has_moved):
 
 
 def beats(s):
-    """Return what heartbeats of all workers say about the newest shuffle."""
+    """Return the heartbeat data of all workers about the newest shuffle."""
     known = [*s.extensions["shuffle"].heartbeats.values()]
     return {worker: dict(beat) for worker, beat in known[-1].items()} if known else {}
 
@@ -126,7 +126,7 @@ async def test_every_dashboard_page_is_drawn(c, s, a, b):
     await dask_gpurt.enable(c)
     known, (failed, drawn) = await during_a_shuffle(c, s, (a, b), 4, all_moved)
     assert (await dask_gpurt.status(c))["runs"] == {"gpurt": 1, "stock": 0}
-    # Stock's page of task groups fails where a group is gone that others depend on.
+    # Dask's page of task groups fails if a group is gone on which others depend.
     assert failed == stock_failed
     assert failed.keys() <= {"/groups", "/individual-groups"}
     assert sorted(drawn["worker"]) == sorted((a.address, b.address))

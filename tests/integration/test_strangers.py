@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TIMEOUT_S = 120
 STRANGER = Path(__file__).with_name("stranger.py")
 
-#: Computes, says where the scheduler is, waits for a word, and computes again.
+#: A program that computes, prints the scheduler's address, waits for input, and computes again.
 SCRIPT = """
     import sys
     import dask
@@ -43,7 +43,7 @@ SCRIPT = """
 
 
 def ports_of(process: psutil.Process) -> list[int]:
-    """Return the ports on which a process and its children listen, all of them on loopback."""
+    """Return the ports of a process and its children, after a check that all are on loopback."""
     found = set()
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -55,7 +55,7 @@ def ports_of(process: psutil.Process) -> list[int]:
 
 
 def assert_keeps_its_key(process: psutil.Process) -> None:
-    """Arguments and environments can be read by others, and temporary files may be."""
+    """Check that no key is in arguments, environments or temporary files, which others can read."""
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             assert "PRIVATE KEY" not in " ".join([*one.cmdline(), *one.environ().values()])
@@ -67,7 +67,7 @@ def attack(address: str, ports: list[int], marker: Path) -> list[str]:
     """Run an attack as another user; return its successes in words."""
     scheduler = int(address.rpartition(":")[2])
     assert scheduler in ports
-    # A stranger without rights may not read the interpreter; it becomes one once it has started.
+    # A user without rights may be unable to read the interpreter, so the program starts first.
     order = [scheduler, *(port for port in ports if port != scheduler)]
     done = subprocess.run(
         [sys.executable, str(STRANGER), str(marker), *map(str, order)],
@@ -107,7 +107,7 @@ def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
         assert address.startswith("tls://127.0.0.1:"), address
         ports = ports_of(psutil.Process(process.pid))
         assert_keeps_its_key(psutil.Process(process.pid))
-        # Scheduler, two nannies, two workers.
+        # The ports are those of the scheduler, two nannies and two workers.
         assert len(ports) >= 5
         assert attack(address, ports, tmp_path / "marker") == []
         out, err = process.communicate("go on\n", timeout=TIMEOUT_S)
@@ -127,7 +127,7 @@ def test_clusters_of_the_demo_resist_strangers(tmp_path: Path) -> None:
 
 
 def test_no_cluster_starts_without_the_certificate_package(tmp_path: Path) -> None:
-    """No unprotected cluster may start. The package is a requirement of ours."""
+    """No unprotected cluster may start. The package is one of our requirements."""
     program = textwrap.dedent(
         """
         import sys

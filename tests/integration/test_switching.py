@@ -1,4 +1,4 @@
-"""Switching on and off while clients and workers come, go or do not answer."""
+"""The runtime can be switched on and off while clients and workers come, go or do not answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.flagged_programs import flagged
 
 @pytest.mark.parametrize("owns_loop", [False, True])
 def test_closed_client_is_refused(owns_loop):
-    """Its loop may have been closed with it, and nothing can be asked there."""
+    """Its event loop may be closed, too, so it cannot ask the cluster."""
     with stock_client(1) as connected:
         client = Client(connected.cluster.scheduler_address) if owns_loop else connected
         client.close()
@@ -56,7 +56,7 @@ def test_connecting_client_does_not_ask_every_worker():
 
 
 def held_up(worker):
-    """A worker that takes no plugin in until the event that is returned is set."""
+    """Make a worker accept no plugin until the returned event is set."""
     comes_to, plugin_add = asyncio.Event(), worker.handlers["plugin-add"]
 
     async def add_later(**message):
@@ -134,7 +134,7 @@ async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     """Disabling takes less time than the wait for a silent worker."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
-    # As one that is joining, and has not said so yet.
+    # The worker looks like one that is joining and has not reported yet.
     plugin.ready.discard(b.address)
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
@@ -146,7 +146,7 @@ async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
-    """Or it would be an error in the scheduler's log, and the worker's."""
+    """Without an answer, scheduler and worker would log an error."""
     await dask_gpurt.enable(c)
     plugin, heard, plugin_remove = s.plugins["gpurt"], [], b.handlers["plugin-remove"]
 
@@ -180,7 +180,7 @@ async def test_scheduler_without_extensions_runs_dask(c, s, a):
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_scheduler_that_failed_to_start_is_not_asked(c, s, a):
-    """For a handler that it no longer has, which would be a traceback in its log."""
+    """Calling a handler that it no longer has would cause a traceback in its log."""
     broken = patch(
         "dask_gpurt.plugins.topology.cluster_machines.parse", side_effect=ConfigError("line 1")
     )
@@ -197,7 +197,7 @@ async def test_scheduler_that_failed_to_start_is_not_asked(c, s, a):
     assert not logged.getvalue()
     await dask_gpurt.enable(c)
     assert (await dask_gpurt.status(c))["active"]
-    # A restart forgets tasks and what goes with them, and not that.
+    # A restart forgets tasks, but the runtime stays active.
     await c.restart(wait_for_workers=False)
     assert (await dask_gpurt.status(c))["active"]
 
@@ -217,7 +217,7 @@ def handlers(s):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_only_one_of_concurrent_clients_enables_the_runtime(c, s, a, b):
-    """Or there would be two, each of which took the other's hooks for stock's."""
+    """Two runtimes would take each other's hooks for those of stock Dask."""
     retrieve, stock_handlers = vars(s.plugins["shuffle"]).copy(), dict(s.handlers)
     async with Client(s.address, asynchronous=True, set_as_default=False) as d:
         await asyncio.gather(dask_gpurt.enable(c), dask_gpurt.enable(d))
@@ -247,7 +247,7 @@ async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
         off = asyncio.ensure_future(dask_gpurt.disable(c))
         await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=10)
         on = asyncio.ensure_future(dask_gpurt.enable(d))
-        # It came as far as it can.
+        # The second client now waits for the lock.
         await async_poll_for(lambda: activation_lock(s)._waiters, timeout=10)
         lets_go.set()
         await asyncio.gather(off, on)
@@ -266,7 +266,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         captured_logger("dask_gpurt") as logged,
     ):
         await dask_gpurt.enable(c)
-        # Nothing new.
+        # This changes nothing.
         await dask_gpurt.enable(c)
     assert logged.getvalue().count("the 1 that run keep theirs") == 1
     async with Worker(s.address, nthreads=1, memory_limit="1 GiB") as b:
@@ -279,7 +279,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})
 async def test_closed_worker_is_not_kept_alive(s):
-    """A process may start many, one after the other; each has memory and an open file."""
+    """A process may start many workers in turn, and each has memory and an open file."""
     async with Worker(s.address) as worker:
         await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
         kept = weakref.ref(worker)

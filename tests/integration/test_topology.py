@@ -69,7 +69,7 @@ async def test_links_to_new_workers_are_measured_for_placement(c, s, a, b):
     await async_poll_for(lambda: probe()["state"] == "done", timeout=10)
     assert probe()["pairs"] == 1
     assert not probe()["problems"]
-    # Whatever the machine manages: it is no longer what is assumed of machines nobody knows.
+    # The bandwidth is a measured one, not the default for unknown machines.
     path = plugin.placement._links(a.address, b.address)
     assert path.bandwidth_nbytes_per_s != pytest.approx(400e6, rel=1e-6)
     said = await dask_gpurt.status(c)
@@ -85,7 +85,7 @@ async def test_machines_are_described_on_request(c, s, a, b):
     (host,) = description.parse(found["text"]).hosts
     assert host.addresses == ("127.0.0.1",)
     assert s.plugins["gpurt"].machines.summary()["probe"]["reason"] == "gpurt.topology.probe is off"
-    # Stock behaviour again: nobody answers.
+    # After that, no worker answers, as with stock Dask.
     await dask_gpurt.disable(c)
     with pytest.raises(ActivationError, match="off on that cluster"):
         await activation.machines(c, False)
@@ -99,7 +99,7 @@ async def test_probes_of_a_worker_are_bounded(c, s, a, b):
     assert found["latency_s"] > 0
     nobody = await report.probe("tcp://127.0.0.1:9")
     assert "cannot be reached" in nobody["problem"] or "nothing came" in nobody["problem"]
-    # As after the runtime was switched off there.
+    # The handler is missing, as after the runtime was switched off there.
     handler = b.handlers.pop("gpurt_probe_data")
     assert "no longer answers" in (await report.probe(b.address))["problem"]
     b.handlers["gpurt_probe_data"] = handler

@@ -1,4 +1,4 @@
-"""The transport between two workers is chosen well, and every transport gives the same rows."""
+"""Workers choose the best transport that both have, and every transport gives the same rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.failure.gates import Gate, before, from_call, pass_gate
 from tests.integration.comparing import collection, partitions, runs
 from tests.integration.memory_cluster import until
 
-ROWS = 40_000  # shards that are large enough to be handed over in shared memory
+ROWS = 40_000  # enough for shards that go through shared memory
 
 
 def frame(number):
@@ -38,7 +38,7 @@ def inputs():
 
 
 def shuffled(client):
-    """Rows of each output partition of a shuffle that has to run on our data plane."""
+    """Return the rows of each output partition, after a check that our data plane ran."""
     before = runs(client)["gpurt"]
     parts = partitions(client, inputs().shuffle("key", npartitions=4))
     assert runs(client)["gpurt"] == before + 1
@@ -56,7 +56,7 @@ def assert_right(parts):
 
 
 def paths(client):
-    """Path names and reasons, of all pairs that were used."""
+    """Return the paths and the reasons of all pairs of workers that sent shards."""
     workers = dask_gpurt.status(client)["workers"].values()
     links = [link for worker in workers for link in worker["links"].values()]
     return {link["path"] for link in links}, [link["why_not"] for link in links]
@@ -68,7 +68,7 @@ def out_of_view(pid):
 
 @pytest.fixture
 def no_peer_in_view(monkeypatch):
-    """As between two hosts, or two containers of one."""
+    """Make workers see no peer's memory, as on two hosts or in two containers."""
     monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
 
 
@@ -115,7 +115,7 @@ def test_comm_uses_only_the_connections_of_dask(client):
 
 @pytest.fixture
 def nvcomp_alone(monkeypatch):
-    """An emulated device whose codecs are the only ones."""
+    """Make the codecs of an emulated device the only ones."""
     monkeypatch.setattr(worker, "HOST_CODECS", {})
     with emulated(monkeypatch):
         yield
@@ -186,7 +186,7 @@ def test_remote_peers_use_ucx(ucx, client, no_peer_in_view):
 
 @pytest.fixture
 def engines(ucx, monkeypatch):
-    """All that were ever started in this process."""
+    """Return a list of all UCX engines that this process has started."""
     started = []
     start = worker_ucx.UcxEngine.start
 
@@ -214,7 +214,7 @@ def test_last_run_after_disable_leaves_no_ucx_engine(engines, client):
         dask_gpurt.disable(client)
         gate.open()
         assert_right(client.gather(parts))
-    # Nobody says any more that an output is safe.
+    # After the switch-off, no message releases partitions, so none may be waiting for one.
     states = [runtime_of(worker) for worker in client.cluster.workers.values()]
     assert not any(state._to_release for state in states)
     del parts
@@ -223,7 +223,7 @@ def test_last_run_after_disable_leaves_no_ucx_engine(engines, client):
 
 
 def test_closed_worker_leaves_no_ucx_engine(engines):
-    """Also of a shuffle that the runtime was taken off from, and that did not end before."""
+    """The engine may belong to a shuffle that has not ended since the runtime was switched off."""
     with stock_client(1) as client:
         dask_gpurt.enable(client)
 
@@ -303,7 +303,7 @@ def test_path_forgotten_repeatedly_is_an_error(client, monkeypatch):
 @pytest.mark.cluster
 @pytest.mark.parametrize("in_view", [True, False])
 def test_tls_cluster_shuffles_within_and_between_hosts(monkeypatch, in_view):
-    """Within a host shards do not pass through a network; beyond it they are always encrypted."""
+    """Shards within a host do not use the network; shards between hosts are encrypted."""
     if not in_view:
         monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
     security = Security.temporary()

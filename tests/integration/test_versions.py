@@ -1,6 +1,7 @@
-"""Clusters whose processes differ: in Python, in distributed, in this package, or without it.
+"""Clusters with different versions in their processes run stock Dask and report the difference.
 
-Nobody dies, stock Dask computes, and one message says what differs and what to do.
+Python, distributed or this package differ, or this package is missing. No process dies, and one
+message says what differs and what to do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HERE = minor_of(sys.executable)
 VERSION = dask_gpurt.__version__
 ON = {"DASK_GPURT__ENABLED": "true"}
 
-#: Prints what a stock computation gives, and whether the runtime is on.
+#: A program that prints the result of a stock computation, and whether the runtime is on.
 PROGRAM = """
 import warnings
 warnings.simplefilter("ignore")
@@ -46,7 +47,7 @@ with Client(scheduler_file="scheduler.json", set_as_default=False) as client:
 
 
 def shuffled():
-    # Nothing in it is compiled here: it runs in any Python.
+    # The graph contains no function of this module, so it runs in any Python.
     return dd.from_pandas(pd.DataFrame({"a": range(100)}), npartitions=2).shuffle("a")
 
 
@@ -90,7 +91,7 @@ def assert_no_traceback(log):
 @pytest.mark.slow
 class TestClients:
     def test_other_python_version_is_reported(self, cluster, run, other_python):
-        """As it connects before and after the runtime is on."""
+        """The client connects before, and then after the runtime is on."""
         there = minor_of(other_python)
         processes = cluster.scheduler(), cluster.worker("--no-nanny")
         differs = f"Python {HERE} runs there, not {there}; use Python {there} there"
@@ -178,8 +179,8 @@ class TestSchedulers:
 @pytest.mark.cluster
 @pytest.mark.slow
 class TestWorkers:
-    def test_workers_with_other_versions_are_told_apart(self, cluster, other_python, tmp_path):
-        """They keep running and are named. While they are there, Dask runs the shuffles."""
+    def test_workers_with_other_versions_are_named(self, cluster, other_python, tmp_path):
+        """They keep running, and a message names them. Meanwhile stock Dask runs the shuffles."""
         there = minor_of(other_python)
         pythons = {
             "another Python": other_python,
@@ -190,7 +191,7 @@ class TestWorkers:
         }
         processes = [cluster.scheduler(**ON), cluster.worker("--no-nanny", "--name", "same")]
         for name, python in pythons.items():
-            # One with a nanny, for what comes after it.
+            # One worker has a nanny, so that it is restarted later.
             options = [] if name == "another Python" else ["--no-nanny"]
             processes.append(
                 cluster.worker(*options, "--name", name, python=python, **WITHOUT_HEARTBEATS)
@@ -213,7 +214,7 @@ class TestWorkers:
             assert said["untested"].startswith("distributed 2031.1.0 is not one this dask_gpurt")
             wanted = f"distributed=={distributed.__version__}"
             assert said["untested"].endswith(f"run `pip install {wanted}` there")
-            # None of them was touched. A function of this Python runs on the same Python alone.
+            # No worker was changed. This function runs only on workers with the same Python.
             of_name = addresses(client)
             touched = client.run(
                 touched_by_us(), workers=[of_name[one] for one in ("without", "old", "untested")]
@@ -221,11 +222,11 @@ class TestWorkers:
             assert set(map(tuple, touched.values())) == {()}
             assert len(partitions(client, shuffled())) == 2
             assert runs(client) == {"gpurt": 0, "stock": 1}
-            # What a nanny starts next is no other.
+            # The worker that the nanny starts next has the same problem.
             before = of_name["another Python"]
             os.kill(client.run(os.getpid, workers=[before])[before], signal.SIGKILL)
-            until(lambda: before not in addresses(client).values(), "it is still there")
-            until(lambda: len(reasons(client)) == len(pythons), "its heir did not report")
+            until(lambda: before not in addresses(client).values(), "the dead worker stays")
+            until(lambda: len(reasons(client)) == len(pythons), "the new worker does not report")
             assert reasons(client)["another Python"] == said["another Python"]
             for log in cluster.logs:
                 assert_no_traceback(log)
@@ -236,13 +237,13 @@ class TestWorkers:
 
 
 def addresses(client):
-    """Of workers, by their names."""
+    """Return the addresses of workers by their names."""
     workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return {worker["name"]: address for address, worker in workers.items()}
 
 
 def reasons(client):
-    """Why workers cannot take part, by their names."""
+    """Return the reasons why workers cannot take part, by their names."""
     not_ready = dask_gpurt.status(client)["not_ready"]
     found = {}
     for name, address in addresses(client).items():
@@ -259,6 +260,6 @@ def touched_by_us():
         on_plugin = [one for one in names if one in vars(dask_worker.plugins["shuffle"])]
         return on_plugin + [one for one in dask_worker.handlers if one.startswith("gpurt")]
 
-    # Compiled here, as the worker may not have this module.
+    # The function is defined here, because the worker may not have this module.
     left.__module__ = "__main__"
     return left

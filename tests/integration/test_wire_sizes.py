@@ -17,7 +17,7 @@ from dask_gpurt.shuffle import messages
 from tests.integration.comparing import partitions
 
 N_INPUTS = 4
-#: Shards of some MiB, as most are, and small ones.
+#: Rows for shards of some MiB, the usual size, and for small ones.
 ROWS, FEW_ROWS = 1 << 18, 100
 VALUE_NBYTES = 4096
 
@@ -29,7 +29,7 @@ def random_bytes(rng, rows):
 
 
 KINDS = {
-    # Alike in their first bits alone.
+    # Random floats have equal bits only at their start.
     "floats": lambda rng, rows: rng.random(rows),
     "words": lambda rng, rows: rng.integers(0, 1 << 64, rows, dtype="u8"),
     "bytes": random_bytes,
@@ -47,7 +47,7 @@ def frame(kind, rows, number):
 
 @pytest.fixture
 def headers(monkeypatch):
-    """Those of all messages that left."""
+    """Return the headers of all messages that were sent."""
     sent = []
     remote_message = messages.remote_message
 
@@ -91,5 +91,5 @@ def test_small_shards_add_only_their_headers(client, monkeypatch, headers, mode,
     one = shuffled(client, monkeypatch, mode, kind, FEW_ROWS)
     assert one["messages"] == len(headers)
     assert one["wire_nbytes"] <= one["sent_nbytes"] + sum(map(len, headers))
-    # The columns' names and types, and for each shard some numbers.
+    # A header has names and types of the columns, and some numbers for each shard.
     assert max(map(len, headers)) < 1 << 10

@@ -35,7 +35,7 @@ class AgainstADict(RuleBasedStateMachine):
                 del self.setup.store[key]
 
     def ask(self, keys, nbytes, top_level):
-        """Have a task claim inputs and room."""
+        """Let a task claim inputs and room."""
         told = []
         claim, ready = self.setup.store.claim("task", keys, nbytes, (), told.append, top_level)
         self.claims.append((claim, told, ready))
@@ -71,7 +71,7 @@ class AgainstADict(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data):
         lane = data.draw(st.sampled_from(self.setup.lanes))
-        # Reads are done by several threads: in any order.
+        # Several threads read, so reads happen in any order.
         last = len(lane.calls) - 1 if lane is self.setup.read else 0
         lane.step(data.draw(st.integers(0, last)))
 

@@ -7,8 +7,8 @@ one of our policies, with the foresight of a worker. Both share the rules of the
 - A value that is loaded leaves a clean copy below, so that evicting it again costs nothing.
 - A copy for a peer is read without being kept.
 
-`optimum` tries all choices, for tiny traces only. Of the product, this module uses only policies
-and their foresight.
+`optimum` tries all choices, for tiny traces only. This module uses only policies and their
+foresight from the product.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Informed:
     def candidate(self, node: int, is_clean: bool) -> EvictionCandidate:
         uses = self.dependents[node]
         if node in self.sent:
-            # The peer's own copy serves the tasks that the peer was given.
+            # Tasks of the peer use its own copy.
             uses = {task for task in uses if task in self.queued or task not in self.given}
         return EvictionCandidate(
             self.nodes[node].nbytes,

@@ -1,4 +1,4 @@
-"""A store with an emulated device that fails when a test says so."""
+"""A store for tests, with an emulated device that fails on request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FailingDevice(EmulatedDevice):
         self.left = {}
 
     def _count(self, operation, error):
-        # A class: an error that a frame holds which its traceback holds would keep memory alive.
+        # `error` is a class, because an instance would keep memory alive by its traceback.
         if operation in self.left:
             self.left[operation] -= 1
             if self.left[operation] < 0:
@@ -57,7 +57,7 @@ class Setup(SteppedLanes):
         self.device = FailingDevice(1000, choose)
         self.compute = self.device.stream("compute")
         super().__init__()
-        # Tiers have more room than levels may use: copies are begun before others have left.
+        # Tiers have more room than levels may use, because copies begin before others have left.
         self.pool = PinnedPool(pinned * 5 // 4, block_nbytes=20)
         tiers = [PinnedTier(self.pool)]
         if compressed is not None:

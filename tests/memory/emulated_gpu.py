@@ -75,7 +75,7 @@ class GpuArray:
         return out
 
     def __reduce__(self):
-        # As CuPy does: through a copy in host memory.
+        # CuPy pickles an array through a copy in host memory, too.
         return _from_host, (_known(self.gpu), self.to_host())
 
 

@@ -1,4 +1,6 @@
-"""Recorder of traces: `python -m tests.memory.record_trace [NAME]` writes tests/data/traces.
+"""A program that records traces: `python -m tests.memory.record_trace [NAME]`.
+
+The traces go to `tests/data/traces`.
 
 Each program runs on a real scheduler and two real workers of one thread. All are in this process,
 so that one list has all events in order. Values are small, because only the ratios of their sizes

@@ -1,4 +1,4 @@
-"""Lanes that a test steps through, and tiers that fail on demand."""
+"""Lanes that run only when a test steps them, and tiers that fail on demand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FailingTier:
             self._left[operation] -= 1
             if self._left[operation] < 0:
                 del self._left[operation]
-                # Not kept here: its traceback holds the value.
+                # The error is not kept, because its traceback holds the value.
                 raise self._errors.pop(operation)
 
     def put(self, flat):

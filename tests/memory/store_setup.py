@@ -1,4 +1,4 @@
-"""A store of bytes whose lanes a test steps through."""
+"""A store of bytes for tests, which step through its lanes call by call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Setup(SteppedLanes):
         ]
         levels = [Level("memory", capacity)]
         for number in range(n_tiers):
-            # The last tier is limited by itself alone.
+            # The last level has no capacity; only its tier itself limits it.
             levels.append(Level(f"tier {number}", 60 if number < n_tiers - 1 else None))
         self.residency = Residency(levels, {0: tuple(range(1, n_tiers + 1))}, POLICIES["lru"])
         self.store = TieredStore(

@@ -1,4 +1,4 @@
-"""A store with an emulated device against a dict."""
+"""A store with an emulated device has the same values as a dict after random operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Arrays(AgainstADict):
         try:
             self.setup.store[key] = self.setup.made(array) if on_device else array
         except MemoryError:
-            # Inputs of tasks that run take the room, or a copy failed that was made to fail.
+            # Inputs of running tasks take the room, or a rule made a copy fail.
             return
         self.model[key] = (array, on_device)
 

@@ -1,4 +1,4 @@
-"""Values of an emulated device in the store: eviction, reading back, allocations."""
+"""The store evicts and restores values of an emulated device, and makes room for allocations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_device_values_use_no_tier_that_reads_into_host_memory():
 def test_values_spill_through_all_levels_in_order_and_return(tmp_path, compressed):
     with_disk = DiskTier(str(tmp_path))
     setup = Setup(random.Random(3).randrange, disk=with_disk, compressed=compressed)
-    # Each value repeats itself, so that the compressed tier takes it.
+    # Each value is repetitive, so that the compressed tier accepts it.
     made = {f"device {n}": np.tile(noise(50, n), 4) for n in range(20)}
     made |= {f"host {n}": np.tile(noise(50, n), 4) for n in range(8)}
     assert sum(a.nbytes for k, a in made.items() if "device" in k) == 4 * 1000
@@ -135,7 +135,7 @@ def test_value_may_be_freed_while_its_copy_is_queued():
     setup = None
 
     def choose(n):
-        # Work of a stream is about to run, so the copy is queued and has not been made.
+        # Earlier work of the stream has not run, so the copy is only queued.
         if setup is not None and "a" in setup.store and setup.device_is_copying:
             del setup.store["a"]
         return n - 1
@@ -189,7 +189,7 @@ def test_failed_allocation_evicts_and_then_succeeds():
     setup = Setup()
     for number in range(4):
         setup.store[number] = setup.made(noise(250, number))
-    # No lane has done anything yet.
+    # No lane has run yet.
     temporary = setup.device.allocate(400, setup.compute)
     assert [key for key in setup.store if setup.store.is_spilled(key)] == [0, 1]
     temporary.free(setup.compute)

@@ -1,4 +1,4 @@
-"""Host tiers: the conformance suite, the byte count, and refused values."""
+"""Host tiers pass the conformance suite, count bytes correctly, and refuse unsuitable values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = 64 << 20
 
 
 def compressible(nbytes, seed=0):
-    """Of every four bytes, one is noise."""
+    """Return bytes of which every fourth one is noise."""
     values = np.zeros(nbytes, dtype=np.uint8)
     values[::4] = noise(values[::4].nbytes, seed)
     return values
@@ -242,7 +242,7 @@ def test_a_value_that_does_not_fit_is_refused(coder):
 
 
 def test_value_too_large_after_compression_is_refused(coder):
-    """The middle promised more than the rest kept."""
+    """The sampled middle compresses better than the rest of the value."""
     buffer = with_zeros_in_the_middle(compressible(4 << 20))
     value = flat(buffer)
     needed = CompressedTier(MANY, coder).put(value).nbytes

@@ -1,7 +1,7 @@
-"""Values of an emulated GPU library in the store, and evictions for other allocations.
+"""The store spills and restores values of an emulated GPU library, and makes room for it.
 
-Everybody allocates as CuPy does, through an allocator that the store's hook was put in front of. A
-hazard anywhere fails the test: the store itself would take it for an error of one value.
+All code allocates as CuPy does, through an allocator with the store's hook in front. Every use of
+memory without order fails the test; the store itself would treat it as an error of one value.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def test_two_threads_without_room_evict_in_turn(setup):
 
 
 def test_copy_that_needs_room_itself_fails_without_waiting(setup):
-    """As of an array with gaps, which is copied on the device before it leaves."""
+    """An array with gaps, for example, is copied on the device before it leaves."""
 
     def needs_room(value):
         setup.allocate(value.nbytes)
@@ -357,7 +357,7 @@ def test_any_failure_keeps_values_right_and_loses_no_memory(
             setup.settle()
     assert left[0] < 0, "nothing failed: the test is too short"
     monkeypatch.undo()
-    # The copy below is intact, whatever happens on its way back.
+    # The copy in the tier is intact, even if reading it back failed.
     assert not setup.lost
     setup.assert_right(range(4))
     for key in list(setup.store):

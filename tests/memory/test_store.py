@@ -1,4 +1,4 @@
-"""The store against a dict, and its races one by one."""
+"""The store has the same values as a dict, also in each known race."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_measured_size_is_reused():
     setup.store.measured["a"] = 33
     setup.store["a"] = b"a" * 40
     assert setup.residency.values["a"].nbytes == 33
-    # Once: the next value of that key is another.
+    # The measured size applies only once, because the next value of the key may differ.
     setup.store["a"] = b"a" * 40
     assert setup.residency.values["a"].nbytes == 40
 
@@ -62,7 +62,7 @@ def test_insertion_never_waits_and_lookup_moves_nothing():
     assert not setup.lanes
 
 
-def test_value_is_deleted_during_its_write():
+def test_value_replaced_during_its_write_is_the_new_one():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -75,7 +75,7 @@ def test_value_is_deleted_during_its_write():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_value_is_deleted_between_copy_and_bookkeeping():
+def test_value_deleted_after_its_copy_leaves_nothing():
     setup = Setup()
     for key in "abc":
         setup.store[key] = key.encode() * 40
@@ -95,7 +95,7 @@ def test_value_is_deleted_between_copy_and_bookkeeping():
     assert setup.tiers[0].used_nbytes == setup.residency.levels[1].used_nbytes
 
 
-def test_value_is_deleted_during_its_read():
+def test_value_deleted_during_its_read_frees_its_room():
     setup = Setup()
     filled(setup, *"abc")
     told = []
@@ -105,7 +105,7 @@ def test_value_is_deleted_during_its_read():
         setup.lanes[0].step()
     del setup.store["a"]
     setup.settle()
-    # The task is told that it may begin, and finds out by itself that its input was released.
+    # The task may begin, and then gets an error because its input was released.
     assert told == [set()]
     with pytest.raises(KeyError):
         setup.store["a"]
@@ -121,7 +121,7 @@ def test_two_messages_share_one_read():
     assert loans[0] is not None
     assert setup.residency.levels[0].reserved_nbytes == 40
     assert setup.store["a"] is setup.store["a"]
-    # Sending does not bring it home.
+    # Sending does not restore the value to memory.
     assert setup.store.is_spilled("a")
     setup.store.end_send(loans[0])
     assert setup.store["a"] == b"a" * 40
@@ -221,7 +221,7 @@ def test_pop_is_refused_as_in_dask():
         Setup().store.pop("a")
 
 
-def test_store_is_closed_with_moves_in_flight():
+def test_store_closed_with_moves_in_flight_is_empty():
     setup = Setup()
     for key in "abcdef":
         setup.store[key] = key.encode() * 40
@@ -233,7 +233,7 @@ def test_store_is_closed_with_moves_in_flight():
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
-def test_store_is_closed_during_reads(is_begun, caplog):
+def test_store_closed_during_reads_loses_no_value(is_begun, caplog):
     setup = Setup()
     filled(setup, *"abcd")
     setup.store.claim("task", ["a"], 0, (), lambda lost: None)
@@ -253,13 +253,13 @@ def test_store_is_closed_during_reads(is_begun, caplog):
         setup.settle()
     assert setup.store.read_for_send("b") is None
     setup.settle()
-    # Whoever closed it took what was in it, or has no use for that any more.
+    # Values of a closed store are not lost: its owner has taken them, or does not need them.
     assert not setup.lost
     assert {"a", "b"} <= set(setup.store)
     assert not caplog.messages
 
 
-def test_store_is_closed_during_a_read_for_a_message(caplog):
+def test_store_closed_during_a_send_loses_no_value(caplog):
     setup = Setup()
     filled(setup, *"abc")
     get = setup.tiers[0]._tier.get

@@ -1,4 +1,4 @@
-"""Damaged values, full tiers and reads without memory: the store goes on."""
+"""The store keeps working with damaged values, full tiers and reads without memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_read_without_memory_is_deferred():
     setup.store.claim("task", ["a"], 0, (), told.append)
     while setup.owner.calls or setup.write.calls or setup.read.calls:
         setup.lanes[0].step()
-    # Nothing else goes on that would have it tried again, and nobody asks for it.
+    # No other work would cause a retry, and nobody requests the value.
     assert told == []
     assert len(setup.later.calls) == 1
     setup.settle()
@@ -98,7 +98,7 @@ def test_task_whose_input_does_not_fit_waits_for_a_running_one():
 
 
 def test_task_that_waits_for_others_is_not_waited_for():
-    """It may be this very task that it waits for."""
+    """The outer task may be waiting for this very claim."""
     setup = Setup()
     filled(setup, *"abc")
     outer, ready = setup.store.claim("outer", ["c"], 0, (), lambda lost: None)
@@ -113,7 +113,7 @@ def test_task_that_waits_for_others_is_not_waited_for():
     assert told == [set()]
 
 
-def test_message_is_told_when_its_value_is_abandoned():
+def test_message_gets_an_answer_when_its_value_is_abandoned():
     setup = Setup()
     filled(setup, *"abc")
     never_enough_memory(setup)
@@ -183,7 +183,7 @@ def test_full_tier_does_not_repeat_serialization():
         setup.store.retry(look / 10)
         setup.store.decide()
         setup.settle()
-    # At 1, 3 and 7 s, each time by all that could leave.
+    # The store retries at 1, 3 and 7 s, each time with every value that could leave.
     assert 0 < len(taken_apart) <= 3 * MAX_MOVES
     (cold,) = setup.store.spilled()
     del setup.store[cold]

@@ -1,4 +1,4 @@
-"""Snapshots for tests, and hypothesis strategies for them."""
+"""Helpers for placement tests: snapshots, and hypothesis strategies for them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dask_gpurt.placement.policy import Snapshot
 from dask_gpurt.topology.model import LOCAL, Path
 from dask_gpurt.topology.places import Place
 
-#: No deadline, for an example, or for making one: those tell of what else the machine is doing.
+#: Settings with fixed random choices, so that runs do not depend on the load of the machine.
 deterministic = settings(derandomize=True)
 
 NAMES = [f"w{i}" for i in range(6)]
 
 
 class Lazy(dict):
-    """Entries of a function, each asked once."""
+    """A dict that computes missing entries by a function, once each."""
 
     def __init__(self, make):
         self._make = make
@@ -28,7 +28,7 @@ class Lazy(dict):
 
 
 def by_pair(path):
-    """Make places with a path of its own between any two, given by a function of both."""
+    """Make places in which a function of two workers gives the path between them."""
 
     def place(target):
         ways = Lazy(lambda source: path(source, target))
@@ -53,13 +53,13 @@ def by_host(host_of, kind_of, near, far):
 
 
 def even(nbytes_per_s, latency_s=0.0):
-    """All links alike."""
+    """Make places with equal links."""
     way = Path(latency_s, nbytes_per_s, "k")
     return by_pair(lambda source, target: LOCAL if source == target else way)
 
 
 def looked_up(workers):
-    """Return what a snapshot looks up about workers."""
+    """Return the data about workers that a snapshot looks up."""
     known = {one.address: one for one in workers}
     return lambda addresses: [known[one] for one in addresses]
 

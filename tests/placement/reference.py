@@ -1,7 +1,7 @@
-"""Costs and choices in plain words, for the fast ones to be compared with.
+"""A simple implementation of placement, with which tests compare the fast one.
 
-Every candidate, every holder and every term is gone through one by one, and sums are taken in any
-order: the same rules as in `dask_gpurt.placement`, written to be read.
+It has the same rules as `dask_gpurt.placement`, but is written to be read. It computes every term
+for every candidate and holder, without shortcuts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fetch_s(one, address, places):
 
 
 def join_s(address, nbytes, others, places):
-    """To the place to which all can be brought in the least time."""
+    """Return the time to bring all data to the worker that is reached in the least time."""
     placed = dict(others)
     placed[address] = placed.get(address, 0.0) + nbytes
 
@@ -68,7 +68,7 @@ def cost(task, worker, places):
 
 
 def stock_objective(snapshot, worker):
-    """`Scheduler.worker_objective`."""
+    """Return the cost of `Scheduler.worker_objective` in Dask."""
     nbytes = sum(one.nbytes for one in snapshot.task.inputs if worker.address not in one.holders)
     return worker.queue_s + nbytes / snapshot.bandwidth_nbytes_per_s, worker.nbytes
 
@@ -88,7 +88,7 @@ def holders(snapshot):
 
 
 def candidates(snapshot):
-    """Workers that are looked at."""
+    """Return the workers whose costs are compared."""
     task = snapshot.task
     if snapshot.valid is not None and len(snapshot.valid) <= MAX_RESTRICTED:
         return set(snapshot.valid)
@@ -163,7 +163,7 @@ def scaled(places, factor):
 
     def place(target):
         ways = Lazy(lambda source: path(source, target))
-        # On hosts of their own, what is on the same one would have to wait for its link.
+        # Hosts stay the same, because transfers into one host wait for each other.
         return Place(places[target].host, target, ways, ways)
 
     return Lazy(place)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dask_gpurt.placement.contractions import MAX_OVERLOAD, ContractionPlan, Operand, Side, grid
 
 HOSTS = list("abcdefgh")
-#: Of so many rows and columns there is something for everybody, whatever the grid.
+#: So many rows and columns that every host of any grid gets some.
 MANY = 1e6
 
 
@@ -53,10 +53,10 @@ def test_no_other_grid_sends_less(n_hosts, rows_nbytes, columns_nbytes):
 
 def test_balanced_grid_is_preferred_to_one_that_sends_less():
     assert grid(4, Side(6, 1), Side(6, 1)) == (2, 2)
-    # Three rows of hosts have two rows of outputs each; two have one and two.
+    # In a grid of (3, 2), each host makes one row and three columns. In (2, 3), shares differ.
     assert grid(6, Side(3, 3), Side(6, 1)) == (3, 2)
     assert grid(16, Side(14, 1), Side(14, 1)) == (2, 8)
-    # Two rows of outputs on one host, and one on each of the others, however they are dealt.
+    # In any grid, some hosts would get two rows of outputs and others one.
     assert grid(16, Side(7, 1), Side(7, 1)) is None
 
 
@@ -84,7 +84,7 @@ def test_each_operand_is_needed_in_one_row_or_column_of_hosts(n_hosts, outputs):
     assert all(len({found[i, j] for i in range(8)}) <= n_rows for j in range(8))
     counts = Counter(found.values())
     assert set(counts) == set(hosts)
-    # 8 rows over 3 are 3, 3 and 2.
+    # 8 rows on 3 hosts are 3, 3 and 2.
     assert max(counts.values()) <= -(-8 // n_rows) * -(-8 // n_columns)
 
 

@@ -1,4 +1,4 @@
-"""Terms of the cost of a task on a worker, one by one."""
+"""Each term of the cost of a task on a worker has the right value, and all add up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ways(**paths):
 
 
 def cost(task, worker, places):
-    """Of one."""
+    """Return the cost of a task on a single worker."""
     return costs(task, [worker], places)[worker.address]
 
 
@@ -67,7 +67,7 @@ def test_spilling_is_charged_for_bytes_that_do_not_fit():
     way = ways(a_b=(0.0, 1e9))
     room = WorkerSnapshot("b", 1, room_nbytes=1000)
     assert cost(task, room, way).spill_s == 100 / SPILL_NBYTES_PER_S
-    # Where the input is already, there is nothing but the output to find room for.
+    # The worker with the input needs room only for the output.
     assert cost(task, room._replace(address="a"), way).spill_s == 0
     overfull = WorkerSnapshot("a", 1, room_nbytes=-100)
     assert cost(task, overfull, way).spill_s == 600 / SPILL_NBYTES_PER_S
@@ -105,7 +105,7 @@ def test_a_steal_has_to_save_more_than_it_moves():
     assert steal_pays(term(5.0, 0.0), term(1.0, 3.0))
     assert not steal_pays(term(5.0, 0.0), term(1.0, 4.0))
     assert not steal_pays(term(5.0, 0.0), term(5.0, 0.0))
-    # What has to be moved to the victim, too, is not moved by the steal.
+    # Data that the victim would have to fetch, too, does not count as moved by the steal.
     assert steal_pays(term(5.0, 3.0), term(1.0, 6.0))
 
 
@@ -127,13 +127,14 @@ def test_input_of_another_host_waits_for_transfers_on_its_link():
     behind = WorkerSnapshot("a", 1, receiving_s=0.5, inlet_s=3.0)
     assert cost(near, behind, places).transfer_s == 1.5
     assert cost(far, behind, places).transfer_s == 13
-    # Whatever it waits for first, it waits for both at the same time; and it sends nobody longer.
+    # The task waits for both links at the same time, so the longer wait counts. The time that the
+    # holder needs to send stays the same.
     later = WorkerSnapshot("a", 1, receiving_s=4.0, inlet_s=3.0)
     assert cost(far, later, places).transfer_s == 14
     assert cost(far, later, places).sending_s == 10
-    # So is the way out at the other end, which what is on its own host does not take.
+    # The holder's link out counts in the same way. An input on the same host does not use it.
     sent = [Task("t", [Input("x", 1000, one, outlet_s=5.0)]) for one in ({"b"}, {"c"})]
     assert [cost(one, behind, places).transfer_s for one in sent] == [1.5, 15]
-    # What it has, or is fetching anyway, does not come through it again.
+    # An input that is already arriving does not use the link again.
     both = Task("t", [Input("x", 1000, {"c"}, {"a": 2.0}, 5.0), Input("y", 1000, {"b"})])
     assert cost(both, behind, places).transfer_s == 1.5

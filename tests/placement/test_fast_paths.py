@@ -29,11 +29,11 @@ from tests.placement.machines import (
 )
 
 
-# Two of three drawn holders have no room. If none has, hypothesis fails all the same.
+# The filter drops two of three drawn examples. If it dropped all, hypothesis would fail.
 @settings(deterministic, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(tasks(), workers(), ways(), st.floats(0, 1))
 def test_holder_fast_path_agrees_with_the_policy(task, all_workers, places, share):
-    """For any paths, idle workers and joins of the output."""
+    """They agree for any paths, idle workers and joins of the output."""
     holder, *others = all_workers
     holder = holder._replace(occupancy_s=0.0, n_tasks=0, slowness=1.0)
     inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
@@ -52,10 +52,10 @@ def test_holder_fast_path_agrees_with_the_policy(task, all_workers, places, shar
 @deterministic
 @given(tasks(), workers(), two_levels(), st.floats(0, 1.1), st.data())
 def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, data):
-    """On hosts where no detour is faster.
+    """They agree on hosts where no detour is faster, and with joins with one worker each.
 
-    Each join is with one worker. With several, the output may be sent on in one message with
-    something else, and latencies count (the test of waits).
+    In a join with several workers, one message may carry the output and other data. Then latencies
+    count; the test of waits covers that.
     """
     holder, *others = workers
     holder = holder._replace(occupancy_s=0.0, slowness=1.0)
@@ -76,7 +76,7 @@ def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, d
 @deterministic
 @given(st.data())
 def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
-    """For any load of the other workers."""
+    """They agree for any load of the other workers."""
     n = data.draw(st.integers(2, 5))
     few = st.sampled_from([100, 100, 101, 2**30])
     waits = st.sampled_from([0.0] * 12 + [0.001, 0.5])
@@ -106,7 +106,7 @@ def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
             inlet_s=data.draw(waits),
         )
         if one.address in idle
-        # With something to do, and not done with it at once: that would be a tie for stock.
+        # A busy worker needs some time for its tasks. With 0 s, stock Dask would see a tie.
         else one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 0.001))
         for one in found
     ]
@@ -121,7 +121,7 @@ def test_largest_input_fast_path_agrees_with_policy_and_dask(data):
 
 
 def test_largest_input_fast_path_applies_to_plain_cases_only():
-    """On three equal hosts, where all missing inputs come over equal paths."""
+    """It applies to equal hosts where all missing inputs come over equal paths."""
     alike = Path(0.001, 1e9, "k")
     hosts = dict(zip(NAMES, NAMES, strict=True))
     kinds = dict.fromkeys(NAMES, 0)
@@ -134,9 +134,9 @@ def test_largest_input_fast_path_applies_to_plain_cases_only():
     assert found(3, 1, 3)
     assert not found(1, 3, 2, hosts=hosts | {"w2": "w1"})
     assert not found(1, 3, 2, kinds=kinds | {"w2": 1})
-    # Seconds in which a gain as small as that would be rounded away.
+    # Beside such a long duration, rounding would hide the small gain.
     assert not found(1, 3, 2, duration_s=1e6)
-    # A nanosecond is fetched at either end, and more than two of them are waited for.
+    # Fetching takes one nanosecond at either end, so a wait above two is too long.
     assert found(1, 3, 2, wait_s=1.9e-9)
     assert not found(1, 3, 2, wait_s=2.1e-9)
     assert not found(3, 1, 3, wait_s=1e-12)
@@ -159,7 +159,7 @@ def test_holder_fast_path_excludes_large_joined_outputs():
 def test_holder_fast_path_excludes_long_waits():
     assert holder_is_best(10, 10, 1, 10, 9e-9, 1e9)
     assert not holder_is_best(10, 10, 1, 10, 11e-9, 1e9)
-    # Nobody knows what the ways from it carry.
+    # The bandwidth of the paths from the holder is unknown.
     assert not holder_is_best(10, 10, 1, 10, 1e-9)
     assert holder_is_best(10, 10, 1, 10, 0.0)
 
@@ -167,7 +167,7 @@ def test_holder_fast_path_excludes_long_waits():
 @deterministic
 @given(tasks(), workers(), ways(), st.floats(1e6, 1e12), st.data())
 def test_cheapest_fast_path_agrees_with_the_policy(task, found, places, rate, data):
-    """Exactly, in each cost term, for any holders and paths."""
+    """They agree exactly in each cost term, for any holders and paths."""
     few = st.sampled_from([100, 100, 101]) | sizes
     holders = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7))
     nbytes = [data.draw(few) for _ in holders]
@@ -233,7 +233,7 @@ def test_holder_fast_path_agrees_for_waits_below_any_transfer(task, workers, pla
     found = snapshot(task, [holder, *others], places, idle=tuple(NAMES))
     costs = DataAware().decide(found).costs
     least_s = min(one.total_s for one in costs.values())
-    # Elsewhere the output may be sent on in one message with something else.
+    # From another worker, one message may carry the output and other data.
     messages_s = len(joins) * max(one.latency_s for one in ways_from)
     assert costs[holder.address].total_s <= least_s * (1 + 1e-12) + messages_s
 

@@ -35,7 +35,7 @@ def test_join_cost_of_every_candidate_is_right(found, others, output):
     for address in WORKERS:
         expected_s = reference.join_s(address, output, others, found)
         assert join.seconds(address, output) == expected_s
-        # Nothing is left of those that were asked for before.
+        # Earlier questions do not change the answer.
         assert Join(others, found).seconds(address, output) == expected_s
 
 

@@ -1,4 +1,4 @@
-"""The chosen worker: properties of every snapshot, and cases worked out by hand."""
+"""The policy chooses the right worker in cases computed by hand, and keeps general properties."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_policy_agrees_with_the_plain_reference(found, running, most, uncertaint
     takes_tasks = None if running is None else running.__contains__
     found = found._replace(takes_tasks=takes_tasks, uncertainty=uncertainty, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
-        # So low that there are too many now and then.
+        # The limits are so low that some examples exceed them.
         for module in (policy, reference):
             patch.setattr(module, "MAX_CANDIDATES", most)
             patch.setattr(module, "MAX_RESTRICTED", most)
@@ -89,7 +89,7 @@ def test_decision_does_not_depend_on_the_order_of_workers(policy, found, order):
 def test_policy_agrees_with_dask_on_an_idle_uniform_cluster(needed, held, valid, idle):
     workers = [WorkerSnapshot(name, 1, 0.0, n) for name, n in zip(NAMES, held, strict=True)]
     needed = [one._replace(outlet_s=0.0) for one in needed]
-    # Rates that are powers of two, so that sums of seconds are exact and ties are ties.
+    # Rates are powers of two, so that sums of seconds and ties are exact.
     found = snapshot(
         Task("t", needed),
         workers,
@@ -109,7 +109,7 @@ def test_policy_agrees_with_dask_on_an_idle_uniform_cluster(needed, held, valid,
 @deterministic
 @given(snapshots(), st.data())
 def test_additional_holder_never_raises_the_cost(found, data):
-    # One with the device may come in, and then none without is chosen.
+    # The new holder might have the device, and then no worker without one may be chosen.
     found = found._replace(task=found.task._replace(device=None))
     decision = DataAware().decide(found)
     assume(found.task.inputs and decision.worker is not None)
@@ -122,7 +122,7 @@ def test_additional_holder_never_raises_the_cost(found, data):
 
 
 def test_faster_link_is_chosen_where_dask_sees_a_tie():
-    """Half of the data each on `a` and `b`; only `b` can be reached quickly."""
+    """`a` and `b` have half of the data each, and only `b` can be reached quickly."""
 
     def path(source, target):
         return LOCAL if source == target else Path(0.0, 1e9 if target == "b" else 1e7, "k")
@@ -134,7 +134,7 @@ def test_faster_link_is_chosen_where_dask_sees_a_tie():
 
 
 def test_worker_that_is_fetching_the_input_is_considered():
-    """A second task that needs `x` goes where a first one has `x` fetched."""
+    """A second task that needs `x` goes to the worker that fetches `x` for a first one."""
     task = Task("t", [Input("x", 10**9, {"a"}, {"b": 0.5})])
     workers = [
         WorkerSnapshot("a", 1, occupancy_s=9.0),
@@ -158,7 +158,7 @@ def test_task_moves_only_when_waiting_costs_more():
     ("uncertainty", "chosen"), [(1.0, "b"), (1.5, "b"), (3.0, "a"), (1e3, "a")]
 )
 def test_no_data_moves_for_a_gain_within_the_doubt(uncertainty, chosen):
-    """Waiting takes four seconds, moving two, at both ends together, if the link is as believed."""
+    """Waiting takes 4 s. Moving takes 2 s for both ends, if the believed bandwidth is right."""
     task = Task("t", [Input("x", 10**8, {"a"})])
     workers = [WorkerSnapshot("a", 1, occupancy_s=4.0), WorkerSnapshot("b", 1)]
     found = snapshot(task, workers, even(1e8), idle=("b",), uncertainty=uncertainty)
@@ -173,7 +173,7 @@ def test_doubt_about_bandwidth_ignores_small_messages():
 
 
 def test_choice_of_dask_is_always_a_candidate():
-    """Or its choice would not be doubted against."""
+    """Otherwise the policy could not compare its own choice with Dask's."""
     names = [f"w{i:02}" for i in range(MAX_CANDIDATES + 1)]
     inputs = [Input(one, 10**8 - i, {one}) for i, one in enumerate(names)]
     workers = [
@@ -188,7 +188,7 @@ def test_device_data_stays_on_workers_with_a_device():
     busy = WorkerSnapshot("a", 1, occupancy_s=100.0, devices=("gpu",))
     found = snapshot(task, [busy, WorkerSnapshot("b", 1)], idle=("b",))
     assert DataAware().decide(found).worker == "a"
-    # Restrictions of the user come first.
+    # A user's restrictions have priority.
     assert DataAware().decide(found._replace(valid={"b"})).worker == "b"
     on_host = task._replace(device=None)
     assert DataAware().decide(found._replace(task=on_host)).worker == "b"
@@ -207,9 +207,9 @@ def test_block_is_not_moved_for_a_thin_edge():
     workers = [WorkerSnapshot("a", 1, occupancy_s=60.0), WorkerSnapshot("b", 1)]
     found = snapshot(task, workers, even(1e9))
     assert DataAware().decide(found).worker == "a"
-    # Where there is nothing else to do, a worker that has nothing to do may as well take it.
+    # An idle worker takes the task, if there are no other tasks for it.
     assert DataAware().decide(found._replace(idle=("b",))).worker == "b"
-    # As it may where it has some of the inputs, too.
+    # It also takes the task if it has some of the inputs.
     both = task._replace(inputs=[*task.inputs, Input("y", 1, {"b"})])
     assert DataAware().decide(found._replace(task=both)).worker == "b"
 
@@ -277,7 +277,7 @@ def test_workers_that_receive_the_input_first_are_considered():
     arriving = {name: 1.0 + number for number, name in enumerate(others)}
     needed = [
         Input("x", 1_000, [first], arriving),
-        # Whoever is fetching more comes before all of those.
+        # A worker that fetches more inputs is considered before the others.
         Input("y", 100, [first], {others[-1]: 9.0}),
     ]
     decision = DataAware().decide(snapshot(Task("t", needed), workers, even(1e6)))

@@ -1,4 +1,4 @@
-"""Estimates of how slow a worker is, before and after it has ended tasks."""
+"""The slowness of a worker is estimated from ended tasks, and from tasks that take long."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_one_task_raises_suspicion_and_few_confirm_it(three):
         three.end("a", 5.0)
         found.append(three.speeds.learned("a"))
     assert 1.5 < found[0] < found[1] < found[-1] < 5
-    # By the mean of what it showed, with half the weight for each task before; not by the least
-    # that this may mean.
+    # The estimate is the weighted mean of the evidence, in which each earlier task has half the
+    # weight of the next one. It is not the lowest slowness that the evidence allows.
     weights = [sum(0.5**n for n in range(times)) / 2 for times in (1, 3)]
     assert found[0] == pytest.approx(5 ** weights[0], rel=0.1)
     assert found[2] == pytest.approx(5 ** weights[1], rel=0.1)
@@ -70,7 +70,7 @@ def test_one_task_raises_suspicion_and_few_confirm_it(three):
 
 
 def test_brief_pause_does_not_make_a_worker_slow(three):
-    """Tasks of 3 ms, three of which in a row take as long as a pause leaves them."""
+    """Usual tasks take 3 ms. Then three tasks in a row end only after a pause."""
     three.all_end(0.003, 20, is_idle=False)
     for _ in range(3):
         three.now_s += PAUSE_S
@@ -107,7 +107,7 @@ def test_recovered_worker_is_no_longer_slow(three):
 
 
 def test_own_durations_do_not_count_as_those_of_others():
-    """Else the slowest worker, having ended the most tasks of a group, would be the usual one."""
+    """Otherwise a slow worker with most tasks of a group would determine the usual duration."""
     two = Cluster("a", "b")
     for _ in range(30):
         two.end("a", 5.0)
@@ -118,7 +118,7 @@ def test_own_durations_do_not_count_as_those_of_others():
 
 
 def test_durations_are_compared_within_a_group(three):
-    """One that gets all of the long tasks is not slow."""
+    """A worker that gets all of the long tasks is not slow."""
     three.all_end(10.0, 3, group="long")
     three.all_end(0.1, 3, group="short")
     for _ in range(20):
@@ -142,7 +142,7 @@ def test_long_running_task_counts_before_it_ends(three):
     assert three.slowness("a", "g") == 1.0
     three.now_s += 3.8
     assert 2 < three.slowness("a", "g") < 5
-    # And what comes after it is as before.
+    # The next task leaves the estimate as before.
     three.end("a", 1.0)
     assert three.speeds.learned("a") == 1.0
 

@@ -1,4 +1,4 @@
-"""The plugin that is sent to workers, and when versions of processes count as equal."""
+"""The plugin sent to workers needs no package there, and versions are compared correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HERE = bootstrap.installed()
 
 
 def test_package_metadata_agree_with_the_version_gate():
-    """Or pip installs a Dask that the package then refuses to run on."""
+    """Otherwise pip could install a Dask on which the package refuses to run."""
     oldest, first_unknown = p2p.TESTED
     needed = [Requirement(one) for one in requires("dask-gpurt")]
     for name in ("dask", "distributed"):

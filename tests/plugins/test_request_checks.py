@@ -189,13 +189,13 @@ async def test_wrong_calls_of_the_scheduler_change_nothing(c, s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
-    """Of partitions that it has; nothing else is kept."""
+    """Only sketches of known shuffles with the right number of partitions are kept."""
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     for number in range(300):
         assert await c.scheduler.gpurt_sketch(shuffle_id=f"none-{number}", rows=[1] * 99) is None
     assert not plugin._sketches
-    # One whose input waits, so that it has yet to begin.
+    # The input of this shuffle waits, so the shuffle has not begun.
     from distributed import Event
 
     event = Event("goes", client=c)

@@ -1,4 +1,4 @@
-"""Shielded work completes although its caller is cancelled, or is abandoned in the end."""
+"""Shielded work completes even if its caller is cancelled, unless the event loop ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_cancellation_does_not_reach_shielded_work() -> None:
 
 
 def test_shielded_work_cancelled_itself_is_called_again() -> None:
-    """As the end of a loop does it, which cancels all tasks."""
+    """The end of an event loop cancels all tasks in this way."""
 
     async def main() -> None:
         calls: list[asyncio.Task[None]] = []
@@ -128,7 +128,7 @@ def test_hanging_thread_does_not_block_the_end_of_the_loop() -> None:
 
 
 def test_work_runs_in_the_loop_when_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the interpreter ends."""
+    """No thread starts when the interpreter ends."""
 
     def refuses(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -1,4 +1,4 @@
-"""A store of shards for each test."""
+"""A fixture with a store of shards for each test."""
 
 from __future__ import annotations
 

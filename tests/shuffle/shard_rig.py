@@ -1,7 +1,6 @@
-"""Shards of rows that say where they come from, and a store to try them in.
+"""Helpers for tests of the shard store: shards whose rows name their origin, and a store.
 
-Every row is (source, slot, number within the slot). So whatever goes wrong with the rows shows in
-the rows.
+Every row is (source, slot, number within the slot). So lost, doubled or misplaced rows are visible.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ PLENTY = 1 << 30
 
 
 class TripleFrames:
-    """The smallest adapter that can pack and unpack: bodies are arrays of triples."""
+    """A minimal adapter that can pack and unpack; its frames are arrays of triples."""
 
     def pack(self, body):
         buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
-        # Arbitrary lengths of the sections, so that losing them shows.
+        # Sections have arbitrary lengths, so that a loss of them is visible.
         return Packed(buffer, len(body), arrow_nbytes=len(body), pickle_nbytes=2 * len(body))
 
     def unpack(self, layout_key, packed):
@@ -113,7 +112,7 @@ class Rig:
 
     @property
     def files(self):
-        """Open files: they have no name any more, but descriptors refer to them."""
+        """Return the open files, which have no name any more, but descriptors."""
         assert not self.directory.exists()
         return files_of(self.directory)
 

@@ -1,4 +1,4 @@
-"""Tests that full partitions go to different workers, and that balanced ranges stay."""
+"""Full partitions go to different workers, and balanced ranges of partitions stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of owners, slots and cuts: every row goes to exactly one slot of exactly one owner."""
+"""The plan sends every row to exactly one slot of exactly one owner, and cuts slots into shards."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_cuts_of_a_small_example():
     assert cuts == [(1, 4), (4, 5), (6, 7), (8, 9)]
 
 
-def test_running_totals_that_do_not_begin_at_zero():
+def test_running_totals_may_begin_above_zero():
     """A worker's part of the running total does not begin at zero."""
     assert cut_shards([70, 80, 80, 90], 1.0, 10) == [(0, 1), (2, 3)]
 

@@ -1,4 +1,4 @@
-"""Shards go to disk over the limit and come back equal, or their reader gets an error."""
+"""Shards beyond the limit go to disk and are read back equal, or their reader gets an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads use one store of shards at the same time."""
+"""A store of shards stays correct while several threads use it at the same time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SlowDisk(SpillFile):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_shard_that_is_freed_while_it_is_written(tmp_path, packed):
+def test_a_shard_freed_during_its_write_leaves_nothing(tmp_path, packed):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2], packed=packed)])
@@ -60,7 +60,7 @@ def test_a_shard_that_is_freed_while_it_is_written(tmp_path, packed):
     assert rig.files == []
 
 
-def test_a_shard_that_is_freed_right_after_it_was_written(tmp_path):
+def test_a_shard_freed_after_its_write_leaves_no_file(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -76,7 +76,7 @@ def test_a_shard_that_is_freed_right_after_it_was_written(tmp_path):
     assert rig.files == []
 
 
-def test_a_shard_that_is_freed_before_its_turn_to_be_written(tmp_path):
+def test_a_shard_freed_before_its_write_is_not_written(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     near, far = spread_shards(2)
@@ -114,7 +114,7 @@ def test_shard_is_readable_during_its_write(tmp_path, packed):
     assert rig.files == []
 
 
-def test_shards_that_arrive_while_others_are_written(tmp_path):
+def test_shards_that_arrive_during_a_write_are_kept(tmp_path):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add([make_shard(0, 0, [2])])
@@ -144,7 +144,7 @@ def test_only_one_thread_spills_at_a_time(tmp_path):
     assert len(rig.files) == 1
 
 
-def test_store_is_closed_during_a_write(tmp_path, caplog):
+def test_store_closed_during_a_write_leaves_nothing(tmp_path, caplog):
     disk = SlowDisk.new()
     rig = Rig(tmp_path, limit_nbytes=0, open_file=disk)
     rig.store.add(spread_shards(3))
@@ -160,7 +160,7 @@ def test_store_is_closed_during_a_write(tmp_path, caplog):
     assert not caplog.messages, "the disk is not full, the run is over"
 
 
-def test_closing_between_a_write_and_its_accounting(tmp_path):
+def test_closing_after_an_uncounted_write_leaves_nothing(tmp_path):
     class ClosingCounters(Counters):
         def add(self, **amounts):
             super().add(**amounts)
@@ -269,7 +269,7 @@ def test_a_shard_that_is_freed_while_it_is_read_is_not_kept(tmp_path):
     assert rig.files == []
 
 
-def test_shard_is_evicted_during_a_read(tmp_path):
+def test_shard_evicted_during_a_read_has_all_rows(tmp_path):
     class EvictingFrames(TripleFrames):
         def unpack(self, layout_key, packed):
             rig.store.make_room()

@@ -1,4 +1,4 @@
-"""Tests that a tally counts each worker once, stays bounded and validates its input."""
+"""A tally counts each worker once, stays bounded and validates its input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_last_report_of_each_worker_counts() -> None:
     kept = Tally()
     kept.begin("id-a", "tcp://a")
     kept.begin("id-b", "tcp://b")
-    for sent in (3, 8, 5):  # the last message was overtaken
+    for sent in (3, 8, 5):  # a later message arrived before the last one
         kept.take("id-a", word(sent))
     kept.take("id-b", word(2))
     assert kept.totals() == {**metrics.total([]), "sent_nbytes": 10}

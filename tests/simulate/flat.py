@@ -1,6 +1,6 @@
-"""The smallest machine: each worker a host, with one link into a switch and one out of it.
+"""A minimal machine for tests: each worker is a host, with one link into a switch and one out.
 
-Numbers are powers of two, so that sums of times are exact in whatever order they are made.
+Numbers are powers of two, so that sums of times are exact in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BANDWIDTH = 2.0**30
 
 @dataclass
 class FlatNetwork:
-    """A link out of and a link into each worker."""
+    """A network with one link out of each worker, and one link into it."""
 
     capacities: dict[str, float]
 
@@ -29,7 +29,7 @@ class FlatNetwork:
 
 
 def address(number: int) -> str:
-    """Of a worker of a flat machine."""
+    """Return the address of a worker of a flat machine."""
     return f"tcp://10.0.0.{number}:40000"
 
 
@@ -46,10 +46,10 @@ def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> Cl
 def task(
     key: str, *dependencies: int, s: float = 1.0, nbytes: int = 0, source: bool = False
 ) -> TaskModel:
-    """A task; dependencies are positions in its workload."""
+    """Return a task; its dependencies are positions in the workload."""
     return TaskModel(StableStr(key), dependencies, s, nbytes, source)
 
 
 def workload(*tasks: TaskModel, wanted: Sequence[int] = (-1,)) -> Workload:
-    """Make a workload; unless given, its last task is wanted."""
+    """Make a workload; by default, only the result of its last task is wanted."""
     return Workload("test", tasks, tuple(position % len(tasks) for position in wanted))

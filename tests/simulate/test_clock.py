@@ -1,4 +1,4 @@
-"""The queue of a simulation: order and time."""
+"""The event queue of a simulation runs events in order of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines: workers on a described topology, and the paths between them."""
+"""Modelled machines have workers and paths as in their topology."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_worker_addresses_match_the_description_of_placement():
             found = network.topology.node_of(
                 address=worker.address, name=worker.name or worker.address, host=worker.host
             )
-            # Without devices it can only tell the host.
+            # Without devices, the topology finds only the host of a worker.
             assert found is not None
             if network.topology.hosts[0].devices:
                 assert found == network.nodes[worker.address]

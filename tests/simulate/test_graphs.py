@@ -1,4 +1,4 @@
-"""Workloads made of Dask's graphs."""
+"""Workloads made of Dask's graphs have the same tasks, dependencies and order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_dependencies_equal_those_of_the_graph():
 
 def test_tasks_follow_the_order_of_dask():
     model = add(SCALE)
-    # A sum directly follows what it needs, so that both can go.
+    # A sum directly follows its inputs, so that their memory is freed soon.
     for position in model.wanted:
         assert position - max(model.tasks[position].dependencies) == 1
 

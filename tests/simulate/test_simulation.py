@@ -1,4 +1,4 @@
-"""distributed's scheduler in virtual time: results worked out by hand, and failures."""
+"""Simulations with distributed's scheduler give results computed by hand, also with failures."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def chain(length: int, s: float = 0.5) -> Workload:
 
 
 def spread(count: int, *, s: float = 0.25, nbytes: int = MIB) -> Workload:
-    """Sources, each with a task of its own that is wanted."""
+    """Return a workload of sources, each with one wanted task that uses it."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     users = [task(f"('use-0', {n})", n, s=s) for n in range(count)]
     return workload(*sources, *users, wanted=range(count, 2 * count))
 
 
 def reduction(count: int, *, s: float = 0.25, nbytes: int = 16 * MIB) -> Workload:
-    """Sources, then pairs of them, which stock Dask brings together from anywhere."""
+    """Return a workload of sources, tasks on pairs of distant sources, and a final sum."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     pairs = [task(f"('pair-0', {n})", n, (n * 7 + 3) % count, s=s) for n in range(count)]
     return workload(*sources, *pairs, task("end-0", *range(count, 2 * count), s=s))
@@ -57,7 +57,7 @@ def test_fan_out_takes_the_rounds_that_workers_need():
     assert result.makespan_s == 4 * (0.25 + 2 * CONTROL_S) + CONTROL_S
     assert sum(result.busy_s.values()) == 16 * 0.25
     assert set(result.busy_s) == {address(0), address(1)}
-    assert result.transfers == ()  # what a task makes is used where it is
+    assert result.transfers == ()  # each result is used on its own worker
 
 
 def test_transfer_takes_request_bytes_and_response():
@@ -165,7 +165,7 @@ def test_slowed_worker_takes_longer_from_then_on():
 
 @pytest.mark.parametrize("at_s", [0.1, 0.6, 0.9])
 def test_tasks_of_a_dead_worker_are_repeated(at_s):
-    # The last of them in the midst of transfers.
+    # The last death happens during transfers.
     machine = flat(3).with_incidents(Dies(address(1), at_s))
     model = reduction(24)
     result = simulate(model, machine, validate=True)
@@ -191,7 +191,7 @@ def test_sender_has_bandwidth_again_after_its_receiver_died():
     with dask.config.set({"distributed.worker.connections.outgoing": 1}):
         healthy = simulate(model, flat(3), validate=True)
         one, other = healthy.transfers
-        # The second was refused, and tried again when the first had what it wanted.
+        # The second transfer was refused, and repeated after the end of the first one.
         assert one.source == other.source
         assert other.stop_s > one.stop_s
         dies = Dies(one.target, at_s=(one.start_s + one.stop_s) / 2)
@@ -206,7 +206,7 @@ def test_simulation_ends_without_workers():
         simulate(chain(2), machine)
 
 
-def test_root_tasks_queue_as_worker_saturation_says():
+def test_root_tasks_queue_by_worker_saturation():
     class Watch(SchedulerPlugin):
         most = 0
 
@@ -234,7 +234,7 @@ def test_root_tasks_queue_as_worker_saturation_says():
 
 
 def test_work_is_stolen_in_virtual_time():
-    # Tasks go where their input is, and most of the input is at one of the workers.
+    # Tasks go to their inputs, and one worker has most of these.
     model = workload(
         task("source-0", s=0.25, nbytes=1000),
         *(task(f"first-{n}", 0, s=0.25, nbytes=1000) for n in range(4)),
@@ -270,8 +270,8 @@ def test_plugins_live_in_virtual_time():
     result = simulate(chain(4), flat(1), install)
     assert time.monotonic() - began_s < 60
     assert seen[0] == 3600
-    assert len(seen[1:]) == 8  # every quarter of the two seconds that the chain takes
-    # Time spent before the graph is handed in does not count.
+    assert len(seen[1:]) == 8  # one for every 0.25 s of the chain's two seconds
+    # Time before the submission of the graph does not count.
     assert result.makespan_s == pytest.approx(simulate(chain(4), flat(1)).makespan_s, abs=1e-9)
 
 
@@ -300,7 +300,7 @@ def test_simulation_opens_no_socket_and_leaves_nothing(monkeypatch, tmp_path):
     with dask.config.set({"temporary-directory": str(tmp_path)}):
         simulate(reduction(12), flat(3))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    # A cluster of an earlier test may be closing, and take its own directory out.
+    # A cluster of an earlier test may be closing, and remove its own directory from the path.
     assert set(sys.path) <= set(paths)
     assert distributed_scheduler.time is clock is time.time
 
@@ -347,7 +347,7 @@ def test_heartbeats_report_link_rates():
     simulate(reduction(40, nbytes=64 * MIB), flat(4), install)
     rates = measured["scheduler"].bandwidth_workers
     assert len(rates) == 12
-    # distributed adds up what several transfers of one heartbeat got, so there is no upper bound.
+    # distributed sums the transfers of one heartbeat, so rates have no upper limit.
     assert all(rate > BANDWIDTH / 16 for rate in rates.values())
 
 

@@ -1,4 +1,4 @@
-"""Shared links: the rate of each transfer, and when it ends."""
+"""Transfers over shared links get fair rates, and end at the right times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rates_are_max_min_fair(ways):
     }
     assert all(load[link] <= LINKS[link] * (1 + 1e-9) for link in LINKS)
     for flow, rate in rates.items():
-        # Each flow is as fast as anybody on some full link of its way.
+        # On some full link of its path, no other flow is faster than this one.
         assert any(
             load[link] >= LINKS[link] * (1 - 1e-9)
             and rate >= max(rates[o] for o in flows if link in flows[o]) * (1 - 1e-9)
@@ -42,7 +42,7 @@ def test_rates_are_max_min_fair(ways):
 
 
 class Run:
-    """Transfers on a clock, and when each was through."""
+    """Transfers on a virtual clock, with the time at which each ended."""
 
     def __init__(self, capacities):
         self.clock = VirtualClock()
@@ -74,7 +74,7 @@ def test_two_transfers_share_a_link_until_one_ends():
     run = Run({"a": 2.0**20})
     run.start("short", ["a"], 2**20)
     run.start("long", ["a"], 2**21)
-    # Half the link each for two seconds; then one MiB is left, with the link for itself.
+    # Each has half of the link for two seconds. Then one MiB is left, and has the whole link.
     assert run.finish() == {"short": 2.0, "long": 3.0}
 
 

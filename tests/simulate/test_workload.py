@@ -1,4 +1,4 @@
-"""Workloads and their traces."""
+"""Workloads survive the round trip through a trace, and invalid traces are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_trace_that_is_not_an_object_is_refused(text):
 
 
 def test_deeply_nested_trace_is_refused():
-    """Also a trace that can be parsed but not printed, since printing needs more stack."""
+    """This includes a trace that can be parsed but not printed, since printing needs more stack."""
     for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
         text = json.dumps({"format": "gpurt-trace", "version": 0})
         with pytest.raises(TraceError):

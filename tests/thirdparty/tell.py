@@ -1,6 +1,6 @@
-"""Preload of a client: writes into the working directory whether the runtime is on there.
+"""A preload of clients that writes a file, which says whether the runtime is on.
 
-It also gives workers more than Dask's five seconds to end, as on a busy machine they need them. See
+It also gives workers more than Dask's five seconds to exit, which a busy machine needs. See
 `nannies_are_patient` in `tests/conftest.py`.
 """
 
@@ -13,7 +13,7 @@ from distributed import Client, Nanny
 
 from dask_gpurt.plugins import activation
 
-# The defaults alone: Dask loads a preload that is a file twice.
+# Only the default is changed, and not wrapped, because Dask loads a preload file twice.
 Nanny.close.__defaults__ = (60, "nanny-close")
 
 

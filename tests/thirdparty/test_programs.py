@@ -1,7 +1,7 @@
-"""Programs on top of other packages give stock's results, by the flag alone.
+"""Programs that use other packages have the same results with the flag as without it.
 
-Each program of `programs/` runs twice, as `python program.py`, with the flag and
-without. It prints its results as JSON in its last line. Most need packages of the `thirdparty`
+Each program of `programs/` runs twice as `python program.py`: with the flag and without. Its last
+line of output has its results as JSON. Most need packages of the `thirdparty`
 extra. `make test-thirdparty` installs all of them.
 """
 
@@ -40,7 +40,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "xgboost_train": ("xgboost",),
 }
 
-#: Sums of floats may be added up in another order.
+#: Relative difference allowed for floats, whose sums depend on the order.
 RELATIVE_ERROR = 1e-5
 
 
@@ -64,14 +64,14 @@ def run(name: str, folder: Path, is_enabled: bool) -> subprocess.CompletedProces
     try:
         output, log = process.communicate(timeout=TIMEOUT_S)
     finally:
-        # Servers that a program started would hold its pipes open, and the test with them.
+        # Servers that a program started would keep its pipes open, and block the test.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, process.returncode, output, log)
 
 
 def tracebacks(log: str) -> collections.Counter[str]:
-    """Last lines of all tracebacks in a log, without what differs from run to run."""
+    """Count the last lines of all tracebacks in a log, without parts that differ between runs."""
     found: collections.Counter[str] = collections.Counter()
     is_inside = False
     for line in log.splitlines():
@@ -84,7 +84,7 @@ def tracebacks(log: str) -> collections.Counter[str]:
 
 
 def assert_same(enabled: object, stock: object) -> None:
-    """Whether two values of JSON are equal, but for the last digits of floats."""
+    """Check that two JSON values are equal, except for the last digits of floats."""
     assert type(enabled) is type(stock), (enabled, stock)
     if isinstance(stock, dict):
         assert list(enabled) == list(stock)  # type: ignore[call-overload]

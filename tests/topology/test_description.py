@@ -1,4 +1,4 @@
-"""Files that describe machines: read, written, and refused with the line that is wrong."""
+"""Descriptions of machines are read and written; errors name the wrong line."""
 
 from __future__ import annotations
 

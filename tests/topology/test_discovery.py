@@ -1,4 +1,4 @@
-"""Topologies of what machines report: DGX, virtual machines, PCIe boxes, two hosts."""
+"""Discovery makes the right topology of reports of real machines, and of several hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.topology.trees import NAMES, machine
 
 
 def workers(found, ip):
-    """One a GPU, and one without."""
+    """Return the reports of one worker for each GPU, and of one without a GPU."""
     n = len(found.gpus)
     seen = [
         WorkerReport(f"tcp://{ip}:{i}", str(i), ip, MachineReport(found, str(i))) for i in range(n)
@@ -45,7 +45,7 @@ def seen(tmp_path):
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "describe-machines.md"
-#: Interface that workers listen on, by machine.
+#: The network interface on which workers listen, by machine.
 CARDS = {
     "dgx-1-half": "none",
     "dgx-a100": "enp97s0",
@@ -73,7 +73,7 @@ def test_example_of_the_documentation_is_discovered(seen):
 def test_all_parts_of_a_host_are_connected(seen, name):
     topology = discover(seen(name)).topology
     first, *others = topology.nodes
-    # Nothing goes through a GPU; NVSwitches are between them and nowhere else.
+    # No path goes through a GPU, and only GPUs are on NVSwitches.
     ends = [other for other in others if not other.endswith("/nvswitch")]
     assert all(topology.path(first, other) is not None for other in ends)
 
@@ -89,7 +89,7 @@ def paths(topology, host="box"):
         ("dgx-h100", "nvlink", 421e9, 2),
         ("dgx-1-half", "nvlink", 22e9, 1),
         ("p4d", "nvlink", 272e9, 2),
-        # `PHB`: up to the processor and down again.
+        # `PHB` in nvidia-smi: the path goes up to the processor and down again.
         ("pcie-box", "pcie", 55.4e9, 2),
     ],
 )
@@ -107,7 +107,7 @@ def test_gpus_without_nvlink_meet_at_their_switch(seen):
 
 
 def test_gpus_and_cards_meet_where_nvidia_smi_shows(seen):
-    """`PXB` is over switches, `SYS` over processors."""
+    """In nvidia-smi, `PXB` is a path over switches, and `SYS` one over processors."""
     topology = discover(seen("dgx-a100")).topology
     way = paths(topology)
     assert "numa" not in "".join(way("gpu1", "ibp12s0").links)
@@ -181,7 +181,7 @@ def test_measured_rate_overrides_the_card_speed(seen):
         ("10.0.0.1", "10.0.0.2"): Measured(0.7123456e9, 0.001),
         ("10.0.0.2", "10.0.0.1"): Measured(0.9e9, 0.002),
     }
-    # Two workers of a host, of which nothing went over the network.
+    # The transfers between two workers of one host did not use the network.
     measured["10.0.0.1", "10.0.0.1"] = Measured(9e9, 0.0001)
     found = discover(two_hosts(seen), measured)
     way = found.topology.path("left/gpu0", "right/gpu1")
@@ -222,7 +222,7 @@ def test_machines_of_the_same_name_are_separate_hosts(tmp_path):
 
 
 def test_shared_addresses_and_uuids_belong_to_the_first(tmp_path):
-    """Such as containers behind one address, and a UUID that fits several GPUs."""
+    """Containers may share an address, and an incomplete UUID may fit several GPUs."""
     report = MachineReport(machine("pcie-box", tmp_path, host="box"), "GPU-")
     inside = MachineReport(dataclasses.replace(report.machine, name="inside"), "1")
     seen = [

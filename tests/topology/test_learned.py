@@ -1,4 +1,4 @@
-"""Estimated link rates before and after reports of transfers."""
+"""Estimated link rates have a default, and follow reports of transfers."""
 
 from __future__ import annotations
 

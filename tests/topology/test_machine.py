@@ -91,7 +91,7 @@ def test_values_that_are_no_report_are_refused(plain):
 
 
 def places(plain, path=()):
-    """Path of every value in a plain report."""
+    """Return the path of every value in a plain report."""
     items = plain.items() if isinstance(plain, dict) else enumerate(plain)
     for key, value in items:
         yield (*path, key)

@@ -1,4 +1,4 @@
-"""Paths between places, on descriptions of real machines."""
+"""The model finds the best paths between places on described real machines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_link_may_be_on_the_paths_of_several_pairs():
 
 
 def test_paths_do_not_pass_through_a_device():
-    """NVLink to the neighbour and its slot would be as wide, but that GPU computes."""
+    """A path through a neighbour GPU would be as wide, but that GPU is for computing."""
     path = load("two-hosts").path("left/gpu0", "right/gpu0")
     assert path.bandwidth_nbytes_per_s == 12.5e9
     assert path.kind == "ethernet"

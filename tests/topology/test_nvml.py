@@ -1,4 +1,4 @@
-"""NVML's answers, of real machines and of drivers that lack some functions."""
+"""NVML's answers are read on real machines, and with drivers that lack some functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers that a probe chooses: bounded, the most informative first; and their evaluation."""
+"""A probe makes few transfers, the most informative first, and evaluates them correctly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_probe_messages_grow_within_bounds(rate, latency_s):
     assert transfers[0].nbytes == probing.SMALLEST_NBYTES
     assert len(transfers) <= 8
     assert sum(one.nbytes for one in transfers) <= probing.MAX_PAIR_NBYTES
-    # It cannot be known beforehand that a message takes longer than the one before.
+    # The last message may exceed the limit, because its time is not known in advance.
     assert sum(one.seconds for one in transfers[:-1]) <= probing.MAX_PAIR_S
     assert all(one.nbytes <= other.nbytes for one, other in pairwise(transfers))
 

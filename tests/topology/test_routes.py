@@ -49,7 +49,7 @@ links:
   - {between: [b/slow, lan], bandwidth: 1 Gb/s}
 """
 
-# To a host whose own link is no wider than that.
+# The target's own link is as narrow as the quick link, so a wider link gains nothing.
 NARROWER_AND_QUICKER = Topology(
     (Host("a", (Numa("m"),)), Host("b", (Numa("m"),))),
     (
@@ -102,7 +102,7 @@ def test_other_hosts_are_crossed_only_where_necessary():
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_equal_nodes_reach_a_host_by_equal_paths(name):
-    """So one path gives the width and latency of many."""
+    """So the width and latency of one path hold for many."""
     topology = TOPOLOGIES[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):

@@ -1,4 +1,4 @@
-"""Machines read from `/sys`: real ones, and some with odd files."""
+"""Machines are read from `/sys`, also if some files are odd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_gpus_are_the_same_with_nvml_and_without(name, tmp_path):
 def test_devices_are_behind_their_bridges(tmp_path):
     found = machine("dgx-a100", tmp_path)
     first, second = (one.place for one in found.gpus[:2])
-    # A port of the processor, then two switches with a port that leads up and one that leads down.
+    # The hops are a port of the processor, and then an upper and a lower port of two switches.
     assert [hop.address for hop in first.hops][1:5:2] == ["0000:01:00.0", "0000:03:00.0"]
     assert [hop.address for hop in second.hops][1:5:2] == ["0000:01:00.0", "0000:0a:00.0"]
     assert first.hops[:3] == second.hops[:1] + first.hops[1:3]

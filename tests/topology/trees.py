@@ -1,4 +1,4 @@
-"""Real machines as `/sys` and NVML show them: made anew of the facts in `tests/data/machines`."""
+"""Helpers that imitate `/sys` and NVML of real machines, from facts in `tests/data/machines`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(path, text):
 
 
 def make_tree(name, root):
-    """Write the files under `/sys` that a machine has, as far as they matter, to a directory."""
+    """Write the relevant files of a machine's `/sys` to a directory."""
     facts = facts_of(name)
     for number, memory in enumerate(facts["numa"]):
         node = root / "devices/system/node" / f"node{number}"
@@ -49,7 +49,7 @@ def make_tree(name, root):
         return plug(directory, f"0000:ff:{next(numbers):02x}.0", one)
 
     def switch(path, one):
-        """The directory below which a device of a switch is: of a port that leads to it."""
+        """Return the directory above a device: that of the switch's port that leads to it."""
         if not path:
             return root / "devices/pci0000:00"
         if path not in ports:
@@ -73,7 +73,7 @@ def make_tree(name, root):
 
 
 def make_interface(root, name, device, kind, speed, *, type_=None, lower=()):
-    """An interface of the network; without a device, one that is made up."""
+    """Write the files of a network interface; without a device, it is a virtual one."""
     path = root / "class/net" / name
     write(path / "type", type_ or TYPES[kind])
     write(path / "operstate", "up")
@@ -86,11 +86,11 @@ def make_interface(root, name, device, kind, speed, *, type_=None, lower=()):
 
 
 class RecordedError(Exception):
-    """As NVML's."""
+    """A stand-in for NVML's error."""
 
 
 class RecordedNvml:
-    """NVML of a machine: the functions of `pynvml`, over recorded facts."""
+    """A stand-in for NVML: the functions of `pynvml` on recorded facts of a machine."""
 
     NVMLError = RecordedError
 
@@ -150,7 +150,7 @@ class RecordedNvml:
 
 
 def machine(name, root, *, host="box", addresses=None, with_nvml=True):
-    """A machine as a worker on it would report it."""
+    """Return a machine as a worker on it would report it."""
     return sysfs.read(
         make_tree(name, root),
         name=host,

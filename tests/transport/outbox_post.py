@@ -1,4 +1,4 @@
-"""An outbox whose sends a test lets through one by one."""
+"""An outbox for tests, which let its sends proceed one by one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Post:
         if not callable(size := options["message_nbytes"]):
             options["message_nbytes"] = always(size)
         self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
-        self.outbox._changed = WatchedCondition()  # the only place where a wait is visible
+        self.outbox._changed = WatchedCondition()  # only this condition shows that a producer waits
         self.gates = defaultdict(asyncio.Event)
         self.refusals = {}
         self.started = defaultdict(list)

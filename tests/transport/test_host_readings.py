@@ -123,7 +123,7 @@ def test_small_messages_prove_nothing(connect):
 
 
 def test_connections_at_excluded_ports_are_ignored(connect):
-    """By the port of either end."""
+    """Connections are excluded by the port of either end."""
     busy = connect()
     for _ in range(2):
         readings = looked(not_ports={busy.port})

@@ -124,7 +124,7 @@ def test_each_peer_has_a_size_of_its_own():
 
 
 def test_order_of_shards_for_a_peer_is_kept():
-    """The order of each producer; concurrent puts of two producers may be in either order."""
+    """Each producer's order is kept; concurrent puts of two producers may be in either order."""
 
     async def scenario():
         post = Post(limit_nbytes=200, message_nbytes=50)
@@ -262,7 +262,7 @@ def test_flush_waits_for_messages_in_flight_and_for_the_queue():
 
 
 def test_flush_does_not_depend_on_wake_ups_of_producers():
-    """A flush may run before the loop hears of the last put."""
+    """A flush may run before the loop gets the wake-up of the last put."""
 
     async def scenario():
         post = Post()

@@ -151,7 +151,7 @@ def test_closing_unblocks_producers_before_the_first_send():
         post.outbox.put("a", [Item(1)])
         thread = threading.Thread(target=post.outbox.put, args=("a", [Item(2)]), daemon=True)
         thread.start()
-        # The loop gets no turn, and has not heard of the first put.
+        # The loop gets no turn, so it has not got the wake-up of the first put.
         assert post.outbox._changed.held_back.acquire(timeout=PATIENCE_S)
         await post.outbox.close()
         thread.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Tests of reading another process's memory, and of peers that do not keep their promises."""
+"""Reads of another process's memory give the right bytes, or an error if the peer misbehaves."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def not_memory(tmp_path):
 
 @pytest.mark.parametrize("what", ["another lender", "a file", "a pipe", "a socket", "nothing"])
 def test_only_a_file_with_the_signature_is_opened(tmp_path, what):
-    """As in two containers, where the same numbers name other files."""
+    """In two containers, the same numbers may name different files."""
     lender, _ = lent()
     other, _ = lent()
     reader, writer = os.pipe()

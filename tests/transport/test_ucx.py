@@ -1,4 +1,4 @@
-"""Messages over UCX between real processes: what is sent arrives, or is refused."""
+"""Messages over UCX between real processes arrive unchanged, or are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_many_messages_are_in_flight_at_once_in_any_order(options):
         async with pair(options) as (engine, other):
             numbers = range(60)
             sizes = {n: [n * 11, n * 17_000, 5] for n in numbers}
-            # Send before the receiver asks, and receive in another order.
+            # Messages are sent before the receiver asks for them, and received in another order.
             sends = [exchange(engine, other.token, "send", n, sizes[n]) for n in numbers]
             sends = [asyncio.create_task(one) for one in sends]
             sent_back = [

@@ -1,4 +1,4 @@
-"""Links over UCX whose peer dies, hangs or closes."""
+"""Transfers over a UCX link end with an error in time if the peer dies, hangs or closes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout(options, is_back)
 @needs_ucxx
 @pytest.mark.cluster
 def test_a_process_with_a_hung_peer_exits_cleanly():
-    """Run that test in its own process: memory that UCX still holds must not crash its exit."""
+    """Memory that UCX still holds must not crash the exit of a process, which runs another test."""
     test = test_a_peer_that_hangs_blocks_no_caller_beyond_the_timeout.__name__
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::{test}", "-k", "good and shared"]
@@ -157,7 +157,7 @@ def test_closing_fails_transfers_in_flight(options):
 @needs_ucxx
 @over_both
 def test_a_link_that_breaks_fails_the_messages_expected_on_it(options):
-    """Also if the link of the other direction still works."""
+    """They fail even if the link of the other direction still works."""
 
     async def scenario():
         async with engine_here(options) as here, engine_here(options) as there:

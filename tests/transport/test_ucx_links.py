@@ -1,4 +1,4 @@
-"""Links over UCX: how engines connect, and what they connect to."""
+"""UCX engines connect to the right peers, and refuse or time out on others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def carried(at_least_nbytes):
 def test_over_tcp_each_direction_has_a_connection_of_its_own():
     async def scenario():
         async with engine_here({"TLS": "tcp"}) as here, engine_here({"TLS": "tcp"}) as there:
-            # One after the other, so that the second finds an existing link.
+            # They run one after the other, so that the second finds an existing link.
             await here.connect(there.descriptor, PATIENCE_S)
             await there.connect(here.descriptor, PATIENCE_S)
             nbytes = 4 << 20
@@ -114,7 +114,7 @@ def test_an_engine_can_talk_to_itself():
 
 @needs_ucxx
 def test_device_memory_is_sent_and_filled_in_place():
-    """Emulated memory: it has a GPU's array interface, and allows no other access."""
+    """Device memory is emulated: it has a GPU's array interface, and allows no other access."""
 
     async def scenario():
         async with engine_here() as engine, engine_here() as other:

@@ -1,4 +1,4 @@
-"""Tests of the protocol between UCX engines: exact bytes, exact lengths, and untrusted input."""
+"""The protocol between UCX engines has exact bytes and lengths, and refuses invalid input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the thread that owns UCX, without an event loop: its own work, and its end."""
+"""The thread that owns UCX works without an event loop, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_messages_move_without_an_event_loop():
         target = np.zeros_like(source)
         receiving = asked(there, other_board.receive, here_token, 1, [target])
         sending = asked(here, board.send, there_token, 1, [source])
-        # No event loop runs in this process, and this thread only waits.
+        # No event loop runs in this process, so only UCX's thread can do the work.
         sending.result(PATIENCE_S)
         receiving.result(PATIENCE_S)
         np.testing.assert_array_equal(source, target)
@@ -255,7 +255,7 @@ def test_closing_fails_announced_messages():
             until(lambda: other_board.under_way()["unclaimed_parcels"] == 2)
         with pytest.raises(TransportError, match="closed"):
             sending.result(PATIENCE_S)
-        # The other side dropped the message before it closed, or would keep it for ever.
+        # The other side dropped the message before it closed; otherwise it would keep it forever.
         assert not board.held_nbytes()
         assert not any(board.under_way().values())
         assert other_board.counters["dropped_parcels"] >= 2
@@ -303,7 +303,7 @@ def test_a_link_that_fails_to_close_does_not_keep_others_open(n_stubborn):
 
 
 def test_first_engine_of_a_process_leaves_its_thread():
-    """Although `ucxx` sets UCX options in the environment when it is imported."""
+    """It does so although the import of `ucxx` sets UCX options in the environment."""
     script = """
 import asyncio
 from dask_gpurt.transport.ucx import UcxEngine

@@ -1,7 +1,6 @@
-"""A process at the other end of UCX links; the test tells it what to do, line by line.
+"""A program for the other end of UCX links, which runs a test's commands.
 
-A command is a JSON object on one line with a number of its own; so is the answer. Commands run
-beside one another.
+A command is a JSON object on one line, with a number. So is its answer. Commands run concurrently.
 """
 
 from __future__ import annotations

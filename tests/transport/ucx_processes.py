@@ -1,4 +1,4 @@
-"""Engines of UCX here and in another process."""
+"""Helpers that start UCX engines in this process and in another one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
 )
-#: Two configurations: UCX as the runtime uses it, which inside a host is TCP, and UCX's shared
-#: memory. The runtime does not use the latter; it stands for other transports, with other protocols
-#: and timing.
+#: Two configurations of UCX: that of the runtime, which uses TCP within a host, and UCX's shared
+#: memory. The runtime does not use the latter. It represents transports with other protocols and
+#: timing.
 SHARED_MEMORY = {"TLS": "all", "SYSV_ERROR_HANDLING": "y"}
 over_both = pytest.mark.parametrize("options", [SHARED_MEMORY, {}], ids=["shared memory", "tcp"])
 
@@ -134,7 +134,7 @@ async def both_ways(engine, other, number, sizes):
 
 
 async def one_way(source, target, number, sizes):
-    """A message from one engine to another."""
+    """Send a message from one engine to another."""
     await asyncio.gather(
         exchange(target, source.token, "receive", number, sizes),
         exchange(source, target.token, "send", number, sizes),

@@ -1,7 +1,7 @@
-"""Lets a process find distributed's own tests, in a clone of it, as parts of the installed package.
+"""A module that makes distributed's own tests, from a clone, importable as part of the package.
 
-Also a preload of schedulers and workers: what tests send to the processes of theirs is defined in
-the tests' modules.
+It is also a preload of schedulers and workers, because tests send them objects that are defined in
+modules of tests.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import distributed
 
-#: In the environment: where the clone is.
+#: Environment variable with the path of the clone.
 VARIABLE = "UPSTREAM_CLONE"
-#: Packages with tests in a folder of theirs; those of `distributed` itself are in its own.
+#: Packages that have a folder of tests in the clone.
 _TESTED = ("distributed", "distributed.shuffle", "distributed.http.worker")
 
 
 def check(clone: pathlib.Path) -> None:
-    """Whether it is a clone of the version that is installed.
+    """Check that a clone has the version of distributed that is installed.
 
     Raises
     ------
     ValueError
-        It is not.
+        The clone has another version.
     """
     installed = pathlib.Path(distributed.__file__).parent
     sources = [path.relative_to(installed) for path in _sources(installed)]
@@ -63,5 +63,5 @@ def append_paths() -> None:
 
 
 def dask_setup(server: Any) -> None:
-    """Preload of a scheduler or a worker."""
+    """Run as a preload of a scheduler or a worker."""
     append_paths()

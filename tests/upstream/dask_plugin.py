@@ -1,14 +1,13 @@
-"""Runs Dask's own tests of arrays and dataframes on a cluster with the runtime: a pytest plugin.
+"""A pytest plugin that runs Dask's own tests of arrays and dataframes with the runtime.
 
-Dask's wheel has its tests in it. They are written for schedulers of one process. Here every
-computation of a test runs on a cluster, whichever scheduler the test names, and every test that
-takes the shuffle method "disk" takes "p2p". `make test-dask` says how the plugin is called.
+Dask's wheel contains its tests, which are written for schedulers of one process. With the plugin,
+every computation of a test runs on a cluster, whichever scheduler the test names. A test that uses
+the shuffle method "disk" uses "p2p". `make test-dask` shows how to call the plugin.
 
-A test that fails with the runtime runs again, on a cluster of stock Dask. If it fails there too, it
-is reported as an expected failure. If it passes there, the runtime lost it and the run fails.
-`dask_differences.toml` lists tests that may be lost, with a reason each. A listed test that passes
-fails the run as well. So does a shuffle of a pandas DataFrame, or a rechunk, that ends up on the
-data plane of stock.
+A test that fails with the runtime runs again on a cluster of stock Dask. If it fails there, too, it
+is reported as an expected failure. If it passes there, it is *lost*, and the run fails.
+`dask_differences.toml` lists tests that may be lost, with reasons. The run also fails if a listed
+test passes, or if stock Dask's data plane runs a shuffle of a pandas DataFrame or a rechunk.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameSpec
 from tests.upstream.plugin import left_to_stock
 
 DIFFERENCES = Path(__file__).with_name("dask_differences.toml")
-#: So many tests may be lost, over all reasons.
+#: Most tests that may be lost, over all reasons.
 MOST_LOST = 5
 
 N_WORKERS = 2
 
-#: Tests with such a mark run only if the option or the package of that name is there.
+#: Marks of tests that need an option or a package, with the reason for a skip.
 _OPTIONAL = {
     "slow": "slow tests need --runslow",
     "network": "needs a network",
     "gpu": "needs a GPU",
     "array_expr": "needs array expressions, which are another implementation of arrays",
 }
-#: Modules of tests that start clusters of their own.
+#: Modules whose tests start clusters of their own.
 _WITH_OWN_CLUSTERS = {"test_distributed.py"}
 
 _ALSO_WITH_STOCK = "fails with stock Dask on a cluster, too"
@@ -56,7 +55,7 @@ _ON_STOCK = "both failed"
 
 _totals = {_SHUFFLES: 0, _RECHUNKS: 0, _ON_STOCK: 0}
 
-#: Specs that runs were created of since the test began.
+#: Specs whose runs were created since the test began.
 _specs: list[ShuffleSpec[Any]] = []
 
 
@@ -84,7 +83,7 @@ class Side:
     _client: Client | None = None
 
     def client(self) -> Client:
-        """Of a cluster that is whole: of another one if a test has spoilt the last."""
+        """Return a client of an intact cluster; start another one if a test damaged the last."""
         if self._client is None or not self._is_whole(self._client):
             self.close()
             self._client = self._start()
@@ -110,7 +109,7 @@ class Side:
         from distributed import utils_test
 
         settings = {"gpurt.enabled": self.is_enabled}
-        # Tests that start clusters of their own begin with the second one.
+        # Tests that start their own clusters begin with the configuration in `utils_test`.
         with (
             dask.config.set(settings),
             dask.config.set(settings, config=utils_test.original_config),
@@ -149,15 +148,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # See `tests/conftest.py`.
     os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
-    # By itself placement leaves choices to stock where no machines are described, as here.
+    # By default, placement leaves decisions to Dask if machines are not described, as here.
     os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
-    # A rechunk of so few chunks as in tests takes tasks otherwise.
+    # By default, Dask would rechunk the few chunks of a test by tasks.
     os.environ["DASK_ARRAY__RECHUNK__METHOD"] = "p2p"
-    # What a cluster does without being asked takes longer than such small tests do.
+    # Periodic work of a cluster would take longer than these small tests.
     os.environ["DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL"] = "1s"
     os.environ["DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL"] = "10s"
     dask.config.refresh()
-    # This check computes divisions, and forbids to pickle expressions meanwhile, as clients do.
+    # This check would compute divisions, and forbid pickling of expressions, which clients need.
     assert _util.assert_eq.__kwdefaults__ == {"serialize_graph": True}
     _util.assert_eq.__kwdefaults__ = {"serialize_graph": False}
     _schedulers.update(dask.base.named_schedulers)
@@ -176,22 +175,22 @@ def pytest_unconfigure() -> None:
     _stock.close()
 
 
-# ---------------------------------------------------------------------- which tests, and how
+# ---------------------------------------------------------------------- selected tests
 
 
 def name_of(item: pytest.Item) -> str:
-    """A test's path below `dask`, its name, and no parameters."""
+    """Return a test's path below `dask` and its name, without parameters."""
     path = item.path.as_posix().rpartition("/dask/")[2]
     return f"{path}::{getattr(item, 'originalname', item.name)}"
 
 
 def may_be_lost(text: str) -> dict[str, str]:
-    """Names of tests with the reason why they may be lost.
+    """Return the names of tests that may be lost, with the reasons.
 
     Raises
     ------
     pytest.UsageError
-        A test is listed twice, or there are more than are allowed.
+        A test is listed twice, or too many are listed.
     """
     groups = tomllib.loads(text).get("lost", [])
     pairs = [(name, group["reason"]) for group in groups for name in group["tests"]]
@@ -218,7 +217,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def choose(items: list[pytest.Item], n_cases: int) -> set[pytest.Item]:
-    """Some cases of each test, spread evenly over all of its cases; always the same ones."""
+    """Return a fixed choice of cases of each test, spread evenly over all of its cases."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(f"{item.path}::{getattr(item, 'originalname', item.name)}", []).append(
@@ -227,7 +226,7 @@ def choose(items: list[pytest.Item], n_cases: int) -> set[pytest.Item]:
     chosen = set()
     for all_cases in cases.values():
         step = max(1, len(all_cases) // n_cases)
-        # Not from the first one on: that is the plainest case in most lists.
+        # The first case is skipped, because it is the simplest one in most lists.
         chosen |= set(all_cases[step - 1 :: step][:n_cases])
     return chosen
 
@@ -244,7 +243,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             reason = _ALSO_WITH_STOCK
             item.user_properties.append((_ON_STOCK, 1))
         else:
-            # Some pass now and then, with stock as well: what is lost fails twice.
+            # Some tests fail at random, also with stock Dask, so a lost test has to fail twice.
             item._initrequest()  # type: ignore[attr-defined]
             reports = attempt(item, nextitem, _enabled)
             fails = any(report.failed for report in reports)

@@ -1,14 +1,16 @@
-"""Runs distributed's own tests of what the runtime takes over, with it on: a pytest plugin.
+"""A pytest plugin that runs distributed's own tests with the runtime on.
 
-Neither wheels nor source archives of distributed have its tests in them, so they come from a clone
-of it, and everything else from the installation (`tests.upstream.clone`). `make test-upstream` says
-how it is called.
+distributed's packages do not contain its tests. They come from a clone, and everything else comes
+from the installation (`tests.upstream.clone`). `make test-upstream` shows how to call the plugin.
 
-`differences.toml` lists the tests that must fail, with a reason each, and those that are left out.
-A listed test that passes fails the run, as does one that is not listed and fails. So does any
-shuffle of a pandas DataFrame and any rechunk that ends up on stock's data plane, any worker that
-the runtime could not be attached to, and any decision about a task in which placement failed. So
-does a module of shuffles or rechunks of which nothing was seen to run on ours.
+`differences.toml` lists tests that must fail, with reasons, and tests that are left out. The run
+fails in each of these cases:
+
+- A listed test passes, or another one fails.
+- Stock Dask's data plane runs a shuffle of a pandas DataFrame, or a rechunk.
+- The runtime cannot be attached to a worker.
+- A placement decision fails.
+- No run of a module about shuffles or rechunks used the runtime.
 """
 
 from __future__ import annotations
@@ -34,28 +36,28 @@ from tests.upstream.transplant import onto_ours
 
 DIFFERENCES = pathlib.Path(__file__).with_name("differences.toml")
 
-#: For each test, instead of distributed's own.
+#: Timeout of each test, instead of distributed's own.
 TIMEOUT_S = 120
 
-#: Specs that runs were created of since the test began.
+#: Specs whose runs were created since the test began.
 _specs: list[ShuffleSpec[Any]] = []
 #: Workers of this process that got managed memory since the test began.
 _stores: list[StoreSwap] = []
-#: Why workers could not have the runtime, and errors of placement.
+#: Reasons why workers could not have the runtime, and errors of placement.
 _problems: list[object] = []
 #: Workers that placement chose since the test began.
 _choices: list[object] = []
-#: What ran on the runtime, over all tests and processes.
+#: Counts of runs, workers and tasks on the runtime, over all tests and processes.
 _SHUFFLES, _RECHUNKS = "shuffles", "rechunks"
 _STORES, _CHOICES = "workers with managed memory", "placed tasks"
 _totals = {_SHUFFLES: 0, _RECHUNKS: 0, _STORES: 0, _CHOICES: 0}
-#: What has to be seen of some modules; others may have none, or have it in other processes.
+#: Kinds of runs that some modules must have; others may have none, or in other processes.
 _WANTED = {
     "test_shuffle.py": _SHUFFLES,
     "test_merge.py": _SHUFFLES,
     "test_rechunk.py": _RECHUNKS,
 }
-#: By module of which a test was called, what of it ran on the runtime, over all processes.
+#: Kinds of runs on the runtime by module of the test, over all processes.
 _seen: dict[str, set[str]] = {}
 
 
@@ -64,15 +66,15 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         clone.check(early_config.rootpath)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    # Before `distributed.utils_test` keeps the configuration that each test begins with, and in the
-    # environment for processes that tests start.
+    # `distributed.utils_test` stores the configuration with which each test begins, so this comes
+    # first. Variables of the environment also reach processes that tests start.
     os.environ["DASK_GPURT__ENABLED"] = "true"
     os.environ["DASK_DISTRIBUTED__WORKER__PRELOAD"] = f"['{clone.__name__}']"
-    # By itself placement leaves choices to stock where no machines are described, as here.
+    # By default, placement leaves decisions to Dask if machines are not described, as here.
     os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
-    # Tests of stealing reckon with the bandwidth that is assumed at first.
+    # Tests of stealing expect the default bandwidth.
     os.environ["DASK_GPURT__TOPOLOGY__PROBE"] = "off"
-    # The first is what is there otherwise.
+    # The first preload is the default.
     os.environ["DASK_DISTRIBUTED__SCHEDULER__PRELOAD"] = (
         f"['dask_gpurt.preload', '{clone.__name__}']"
     )
@@ -84,14 +86,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def _find_certificates(root: pathlib.Path) -> None:
-    """They are beside the tests, and looked for beside `utils_test`."""
+    """Find certificates beside the tests; distributed looks for them beside `utils_test`."""
     from distributed import utils_test
 
     utils_test.get_cert = lambda name: str(root / "distributed" / "tests" / name)
 
 
 def _give_more_time() -> None:
-    """Some tests take half of their 30 s on an idle machine, with stock as well."""
+    """Raise the timeout, because some tests take half of their 30 s, even with stock Dask."""
     from distributed import utils_test
 
     for decorator in (utils_test.gen_cluster, utils_test.gen_test):
@@ -102,7 +104,7 @@ def _give_more_time() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Of a plugin that runs such tests again; here they have to pass at once.
+    # This mark is for a plugin that repeats such tests; here they have to pass at once.
     config.addinivalue_line("markers", "flaky: passes sometimes, on other systems")
     stock_create = ShuffleSpec.create_new_run
     swap, ready = StoreSwap.__init__, GpurtScheduler.worker_ready
@@ -142,21 +144,21 @@ def pytest_configure(config: pytest.Config) -> None:
     FrameSpec.create_run_on_worker = create_run_on_worker  # type: ignore[method-assign]
 
 
-# ---------------------------------------------------------------------- what must fail
+# ---------------------------------------------------------------------- expected failures
 
 
 def _name(item: pytest.Item) -> str:
-    """Module and function of a test, without parameters."""
+    """Return the module and function of a test, without parameters."""
     return f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
 
 
 def listed(items: list[pytest.Item], table: list[dict[str, Any]]) -> dict[pytest.Item, str]:
-    """Items that a table names, with the reason it has for each.
+    """Return the items that a table lists, with the reason for each.
 
     Raises
     ------
     pytest.UsageError
-        The table names tests that do not exist in modules that were collected.
+        The table lists tests that do not exist in collected modules.
     """
     reasons = {name: group["reason"] for group in table for name in group["tests"]}
     modules = {item.path.name for item in items}
@@ -176,7 +178,7 @@ def listed(items: list[pytest.Item], table: list[dict[str, Any]]) -> dict[pytest
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if any("::" in argument for argument in config.args):
-        return  # one test was asked for: show what it does
+        return  # a single selected test shows its real outcome
     table = tomllib.loads(DIFFERENCES.read_text())
     left_out = listed(items, table["left_out"])
     for item, reason in listed(items, table["fails"]).items():
@@ -191,7 +193,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def left_to_stock(spec: ShuffleSpec[Any]) -> bool:
     """Return whether Dask's data plane has a run that ours could have had."""
     if isinstance(spec, _rechunk.ArrayRechunkSpec):
-        # Chunks of any kind are carried.
+        # Our data plane carries chunks of any kind.
         return not isinstance(spec, ArraySpec)
     assert isinstance(spec, _shuffle.DataFrameShuffleSpec), spec
     return not isinstance(spec, FrameSpec) and frame_kind(spec.meta) in ADAPTERS
@@ -227,7 +229,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def idle(seen: dict[str, set[str]]) -> list[str]:
-    """Modules of which nothing that they are about was seen to run on the runtime."""
+    """Return the modules without a run of their subject on the runtime."""
     return [module for module, what in _WANTED.items() if what not in seen.get(module, {what})]
 
 
@@ -240,7 +242,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    # A choice of tests may have none that starts a shuffle.
+    # A selection of tests may contain none that starts a shuffle.
     is_all = not session.config.option.keyword and not any("::" in a for a in session.config.args)
     is_whole = not hasattr(session.config, "workerinput")
     if is_whole and session.testscollected and exitstatus == 0:

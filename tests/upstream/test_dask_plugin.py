@@ -1,4 +1,4 @@
-"""Dask's own tests on a cluster: which are lost, and a sample that runs in every build."""
+"""The plugin for Dask's tests finds lost tests, and a sample of the tests passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.upstream.dask_plugin import DIFFERENCES, MOST_LOST, may_be_lost
 
 SITE = Path(dask.__file__).parents[1]
-#: Modules whose tests shuffle or rechunk nearly all. `make test-dask` runs the others.
+#: Modules in which nearly all tests shuffle or rechunk. `make test-dask` runs the others.
 FEW = ("dataframe/dask_expr/tests/test_merge.py", "array/tests/test_reshape.py")
 
 PASSES = """

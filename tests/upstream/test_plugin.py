@@ -1,4 +1,4 @@
-"""Runs that count as left to Dask, and modules without an observed run."""
+"""The plugin for distributed's tests reports runs left to Dask, and modules without a run."""
 
 from __future__ import annotations
 

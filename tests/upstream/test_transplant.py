@@ -1,4 +1,4 @@
-"""Gates written for Dask's run work in ours."""
+"""Subclasses that tests of distributed derive from Dask's run work with our run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lets gates that tests put into stock's run take effect in ours.
+"""A function that rebuilds subclasses of Dask's run, from distributed's tests, on our run.
 
-Some tests of distributed patch `DataFrameShuffleRun` with a subclass that waits for an event in
-`inputs_done` or fails in `close`. Our run has methods of the same names and meanings, so the
-subclass is derived from ours instead.
+Some tests patch `DataFrameShuffleRun` with a subclass that waits for an event in `inputs_done` or
+fails in `close`. Our run has methods with the same names and meanings. So the function derives the
+same subclass from our run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameRun
 
 @functools.cache
 def onto_ours(patched: type[Any]) -> type[FrameRun]:
-    """Class like `patched`, a direct subclass of stock's run, but derived from ours."""
+    """Return a class like `patched`, a direct subclass of Dask's run, but derived from ours."""
     if patched is DataFrameShuffleRun:
         return FrameRun
     assert patched.__bases__ == (DataFrameShuffleRun,), patched

@@ -1,4 +1,4 @@
-"""The driver's calls to CuPy, one by one, on a fake with CuPy's signatures."""
+"""The driver makes the right calls to CuPy, on a fake with CuPy's signatures."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_array_of_pinned_memory_keeps_it_alive(cupy):
 
 
 def test_memory_comes_from_rmm_if_it_has_a_pool(cupy, monkeypatch):
-    """On a fake; the tests that need a GPU use the real RMM."""
+    """RMM is a fake here; the tests that need a GPU use the real one."""
 
     class CudaMemoryResource:
         pass
@@ -261,7 +261,7 @@ def test_memory_of_other_libraries_is_copied(cupy):
 
 @pytest.mark.parametrize("number, is_elsewhere", [(0, True), (1, False), (-2, False)])
 def test_memory_of_another_device_is_recognised(cupy, number, is_elsewhere):
-    """CUDA knows no device of system memory, which all devices can use."""
+    """For system memory, CUDA reports no device; all devices can use it."""
     driver = CupyDriver(1)
     driver._runtime.device_of[4096] = number
     memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})

@@ -1,4 +1,4 @@
-"""Failed allocations reach the callback, through the real libraries where they are installed."""
+"""Failed allocations call the callback, also with the real libraries if they are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiler ranges: named by lane and phase, closed in order, and free without a profiler."""
+"""Profiler ranges are named by lane and phase, close in order, and cost nothing when unused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emulated devices with threads and pumped ones."""
+"""Fixtures with emulated devices, of which some have threads and some are pumped."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_urgent_kernel_begins_within_one_step(n_waiting):
 
 
 def test_urgent_copy_does_not_overtake_queued_copies():
-    """As on a GPU, whose copy engines ignore priorities."""
+    """Copy engines of GPUs ignore priorities, too."""
     ledger, gate = Ledger(), Gate()
     device = EmulatedDevice(CAPACITY, rates={Engine.IN: Rate(1.0)}, ledger=ledger, wait=gate)
     priorities = {"first": Priority.NORMAL, "second": Priority.LOW, "third": Priority.HIGH}

@@ -1,4 +1,4 @@
-"""The emulated device finds uses of memory that no event orders."""
+"""The emulated device refuses uses of memory that no event puts in order."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_unordered_programs_are_refused_or_deterministic():
     assert outcomes == {"found", "harmless"}
 
 
-# A use covered by a later one is forgotten. Other uses must not be forgotten.
+# The device forgets a use that a later one covers, but must not forget others.
 
 
 def test_a_read_does_not_hide_the_write_before_it(device, streams):

@@ -1,4 +1,4 @@
-"""A pool of private and one of shared pages."""
+"""A fixture with a pool of private pages, and then one of shared pages."""
 
 from __future__ import annotations
 

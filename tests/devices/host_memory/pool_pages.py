@@ -1,4 +1,4 @@
-"""Pages and addresses of buffers from a pool."""
+"""Helpers that show the pages of a pool, and use a pool at random."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class FakeMallopt:
 
 @pytest.fixture
 def mallopt(monkeypatch):
-    """Calls of `mallopt` and of trims, in an environment without thresholds."""
+    """A fake that records calls of `mallopt` and trims, in an environment without thresholds."""
     for name in ALL_THAT_COUNTS:
         monkeypatch.delenv(name, raising=False)
     mallopt = FakeMallopt()

@@ -331,7 +331,7 @@ def test_pages_built_after_the_file_was_closed_are_private():
     source.close()
     with pytest.raises(OSError):
         os.fstat(descriptor)
-    spare = [kept]  # one page of the file, and fresh ones
+    spare = [kept]  # `build` adds new pages to it
     address = source.build(3, spare)
     assert not spare
     assert (_bytes_at(address) == 3).all()

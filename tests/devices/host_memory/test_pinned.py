@@ -1,4 +1,4 @@
-"""Blocks of one size are reused, two values never overlap, and the capacity holds."""
+"""The pool of pinned memory reuses blocks, keeps values apart, and respects its capacity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers of a pool never share a byte, and their memory comes back with the last view."""
+"""Buffers of a pool never overlap, and their memory returns to it with the last view."""
 
 from __future__ import annotations
 

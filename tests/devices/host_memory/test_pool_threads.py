@@ -1,4 +1,4 @@
-"""Threads that share a pool, and buffers that garbage collection ends."""
+"""A pool stays consistent with many threads, and when garbage collection deletes buffers."""
 
 from __future__ import annotations
 

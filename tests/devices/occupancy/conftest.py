@@ -1,4 +1,4 @@
-"""A driver that writes down launches, and a hook on it."""
+"""Fixtures with a fake driver that records launches, and a launch hook on it."""
 
 from __future__ import annotations
 

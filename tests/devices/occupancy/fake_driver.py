@@ -1,4 +1,4 @@
-"""A driver that writes down launches."""
+"""A fake driver that records launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of architectures is complete, sourced and consistent, and names are found."""
+"""The table of GPU architectures is complete, has sources, and is found by a GPU's name."""
 
 from __future__ import annotations
 

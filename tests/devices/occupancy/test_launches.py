@@ -1,4 +1,4 @@
-"""Launches through the driver's functions request the planned shared memory, CuPy's included."""
+"""Launches through the driver's functions, also CuPy's, request the planned shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about shaping shows what the package computes: examples, figures and picture."""
+"""Examples, figures and picture of the page about shaping equal the package's results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_docstring_examples_run():
         assert found.failed == 0
 
 
-def test_the_output_of_the_command():
+def test_the_page_shows_the_output_of_the_command():
     (session,) = blocks_of("console")
     command, _, printed = session.partition("\n")
     assert command.startswith("$ dask gpurt ")

@@ -229,7 +229,7 @@ def test_occupancy_of_worked_examples(name):
         (GFX90A, Launch(256, 129), 3, {Limit.REGISTERS}),
     ],
 )
-def test_binding_limits(architecture, launch, blocks, binding):
+def test_binding_limits_of_worked_examples(architecture, launch, blocks, binding):
     found = occupancy(architecture, launch)
     assert found.blocks == blocks
     assert found.binding == binding

@@ -1,4 +1,4 @@
-"""Launches inside of `shaped` carry the planned bytes; all others are unchanged."""
+"""Launches inside `shaped` request the planned shared memory; all others are unchanged."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_allowance_of_a_kernel_only_grows(hook, driver):
 
 
 def test_launch_is_unchanged_where_the_device_refuses_the_limit():
-    """The table promised that it would."""
+    """The table of architectures says that the device allows this limit."""
     driver = FakeDriver(opt_in_nbytes=64 * KIB)
     hook = LaunchHook(driver, enabled=True)
     with shaped(Planner(SM90, 2), always, hook):
@@ -282,7 +282,7 @@ def test_equal_planners_decide_once(hook, driver):
     assert len(hook.decisions()) == 1
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ cost
 
 
 def test_a_decided_launch_asks_only_pending(hook, driver):

@@ -1,4 +1,4 @@
-"""A thread or coroutine shapes its own launches alone."""
+"""`shaped` affects only launches of its own thread or coroutine."""
 
 from __future__ import annotations
 

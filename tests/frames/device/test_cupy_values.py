@@ -1,4 +1,4 @@
-"""CuPy arrays are decomposed and composed; real arrays over host memory."""
+"""CuPy arrays are taken apart and restored; the arrays are real ones over host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of device arrays, on a device emulated in host memory."""
+"""Chunks of device arrays are cut and joined correctly, on a device emulated in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter for device frames, on a device emulated in host memory."""
+"""The adapter for device frames passes the suite, on a device emulated in host memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TestIndexed(DeviceSuite):
 
 
 class TestOfASeries(DeviceSuite):
-    """A frame as Dask makes it of an unnamed Series: one column with a number as label."""
+    """A frame that Dask makes of an unnamed Series: one column with a number as its label."""
 
     def frame(self, rows, seed):
         rng = np.random.default_rng(seed)

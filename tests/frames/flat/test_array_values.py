@@ -1,4 +1,4 @@
-"""Arrays come back equal from their flat form, without a copy."""
+"""Arrays are restored equal from their flat form, without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow arrays and tables come back equal from their flat form."""
+"""Arrow arrays and tables are restored equal from their flat form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Series, frames and indexes come back equal from their flat form."""
+"""Series, frames and indexes are restored equal from their flat form."""
 
 from __future__ import annotations
 

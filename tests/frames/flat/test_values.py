@@ -1,4 +1,4 @@
-"""Values that are no arrays, frames or tables: pickled, shared parts kept once."""
+"""Values that are no arrays, frames or tables are pickled, with shared parts only once."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ deterministic = settings(
 
 
 class Point(collections.namedtuple("Point", "x y")):
-    """A tuple with more than its items."""
+    """A tuple with attributes besides its items."""
 
 
 class Tagged(np.ndarray):
-    """An array with more than its memory."""
+    """An array with attributes besides its memory."""
 
     def __reduce__(self):
         return tagged, (np.asarray(self), self.tag)
@@ -297,7 +297,7 @@ FRAMES = {
 
 def allocating(function, *args):
     """Return a function's result and its peak allocation, including NumPy's memory."""
-    function(*args)  # allocates what is allocated only once
+    function(*args)  # the first call makes allocations that happen only once
     tracemalloc.start()
     try:
         result = function(*args)

@@ -1,4 +1,4 @@
-"""The order of eviction: exact for few values, by samples for many."""
+"""The order of eviction is exact for few values, and approximated by samples for many."""
 
 from __future__ import annotations
 

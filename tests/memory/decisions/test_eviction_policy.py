@@ -1,4 +1,4 @@
-"""The order of eviction by each policy."""
+"""Each eviction policy evicts values in its documented order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed reads: when they are abandoned, and when they are forgotten."""
+"""Failed reads are retried, abandoned and forgotten at the right times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of next uses from the states of tasks."""
+"""Next uses of values are predicted from the states of tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Graph:
     Parameters
     ----------
     here, at_peer
-        What this worker and its peer were given, in order.
+        Tasks that this worker and its peer were assigned, in order.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ def test_oversized_question_is_answered_from_known_uses(monkeypatch):
     monkeypatch.setattr(foresight, "_MAX_TASKS", 2)
     graph = Graph("root far", root=(1, ""), far=(2, ""), a=(3, "root"), b=(4, "a"))
     graph.tasks |= {"c": (5, ["far"]), "d": (6, ["b", "c"])}
-    # The inputs of b and a are followed, those of c are not. Of d's inputs, known ones count.
+    # The limit of two tasks lets b and a be followed, but not c. For d, its known inputs count.
     assert graph.outlook.use("b") > reachable((99,))
     assert graph.outlook.use("c") == reachable((0, 5))
     assert graph.outlook.use("d") > reachable((99,))

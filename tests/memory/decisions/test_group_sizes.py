@@ -1,4 +1,4 @@
-"""Output sizes learnt per group of tasks."""
+"""Output sizes of tasks are predicted from earlier outputs of their group."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def test_invalid_sizes_are_refused():
 
 @given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
 def test_expected_size_lies_within_the_seen_sizes(sizes):
-    # A mean of sizes beyond 2**53 would round; none that large can be held.
+    # A mean of sizes beyond 2**53 would be rounded, but no real value is that large.
     assert min(sizes) <= learnt(*sizes) <= max(sizes)

@@ -1,7 +1,7 @@
-"""Eviction policies against an oracle, on traces of real programs.
+"""The eviction policies move nearly as few bytes as Belady's rule, on traces of real programs.
 
-Bytes moved, as a multiple of what Belady's rule moves, both workers together, at 70 / 50 / 30 % of
-the memory that would have held everything:
+The table has the bytes that both workers move, divided by those that Belady's rule moves. Memory is
+70 / 50 / 30 % of the size that would hold all values:
 
 | trace        | next-use           | no hints           | lru                | largest            |
 | ------------ | ------------------ | ------------------ | ------------------ | ------------------ |
@@ -15,10 +15,10 @@ the memory that would have held everything:
 | steps        | 1.00 / 1.00 / 1.00 | 1.00 / 1.00 / 1.00 | 1.00 / 1.00 / 2.29 | 1.00 / 1.00 / 2.29 |
 | tree         | 1.03 / 1.08 / 1.08 | 0.70 / 0.91 / 1.18 | 0.81 / 1.13 / 1.35 | 0.81 / 1.13 / 1.35 |
 
-Recorded anew, figures move by 0.05 or so: the order depends on which worker is ahead. Below 1 is no
-mistake: Belady's rule is the best there is only for values of one size whose eviction costs
-nothing, and here a first eviction is a write. `test_belady_is_near_the_optimum` says how far off
-that is.
+New recordings change the figures by about 0.05, because the order depends on the faster worker.
+Figures below 1 are possible: Belady's rule is optimal only for values of one size whose eviction
+costs nothing, and here a first eviction is a write. `test_belady_is_near_the_optimum` measures the
+distance to the optimum.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ SHARES = (0.7, 0.5, 0.3)
 
 
 class Flat(Informed):
-    """Takes Dask's priorities for the order in which tasks run."""
+    """A policy that assumes that tasks run in the order of Dask's priorities."""
 
     def look(self) -> Outlook[int]:
         return Outlook(lambda task: self.nodes[task].priority, lambda task: (), lambda task: False)
 
 
 class InStep(Informed):
-    """Takes peers to be as far in the order of priorities as this worker is."""
+    """A policy that assumes that peers have progressed as far as this worker."""
 
     def look(self) -> Outlook[int]:
         outlook = super().look()
@@ -79,7 +79,7 @@ def test_next_use_moves_little_more_than_the_optimum(name, share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_next_use_moves_much_less_than_lru(share):
-    """On average; on some traces with room for nearly everything there is little to win."""
+    """The average counts, because traces that nearly fit into memory have little to gain."""
     ratios = [
         times_belady(name, share, informed("next-use")) / times_belady(name, share, informed("lru"))
         for name in names()
@@ -93,7 +93,7 @@ def test_scans_of_a_kept_array_read_only_the_excess():
         held_nbytes = trace.peak_nbytes()
         moved = replay(trace, held_nbytes // 2, informed("next-use")(trace))
         assert moved.read_nbytes <= 1.1 * 4 * held_nbytes / 2
-        # What does not fit, and each pass one chunk of the rest for the next one to take its place.
+        # The excess is written, and in each pass one more chunk, whose place the next one takes.
         assert moved.written_nbytes <= 0.7 * held_nbytes
 
 
@@ -128,12 +128,12 @@ def without_hints(name: str, policy: EvictionPolicy) -> float:
 
 
 def test_oldest_dirty_value_without_a_known_use_has_to_leave():
-    """A program that makes new from old uses the new next."""
+    """A program that makes new values from old ones uses the new ones next."""
     assert without_hints("steps", MostRecent()) >= 1.9 * without_hints("steps", NextUse())
 
 
 def test_newest_clean_value_without_a_known_use_has_to_leave():
-    """They were read back by a scan. With hints nothing is left to guess: its uses are known."""
+    """A scan has read these values back. With hints, their uses would be known."""
     ours = without_hints("anomaly_held", NextUse())
     assert without_hints("anomaly_held", LeastRecent()) >= 1.1 * ours
 
@@ -194,10 +194,10 @@ def some_programs(count: int, *, n_values: int, largest: int, n_inputs: int):
 
 
 def test_belady_agrees_with_a_case_worked_by_hand():
-    """Room for two of three values: 2 evicts the one of 0 and 1 that is used last, and so on."""
+    """There is room for two of three values; each new value evicts the one that is used last."""
     trace = program([10, 10, 10], [(0,), (1,), (2,), (0,), (1,), (2,)])
     moved = replay(trace, 20, Belady(trace))
-    # 1 is written when 2 comes; read back it drives out 0, which is not used again and is dirty.
+    # Value 2 evicts 1, which is written. When 1 is read back, it evicts 0, which is written, too.
     assert (moved.read_nbytes, moved.written_nbytes) == (10, 20)
 
 
@@ -219,7 +219,7 @@ def test_inputs_of_a_running_task_stay_while_others_come_in():
 
 
 def test_belady_is_the_optimum_where_it_is_known_to_be():
-    """Values of one size, one at a time, writes for nothing."""
+    """Values have one size, are used one at a time, and writes cost nothing."""
     for trace in some_programs(40, n_values=5, largest=1, n_inputs=1):
         for capacity in (2, 3):
             best = optimum(trace, capacity, write_cost=0)
@@ -227,7 +227,7 @@ def test_belady_is_the_optimum_where_it_is_known_to_be():
 
 
 def test_belady_is_near_the_optimum():
-    """With sizes and writes that cost: never below, and on average within a sixth."""
+    """With different sizes and a cost of writes, Belady's cost is on average within a sixth."""
     ratios = []
     for trace in some_programs(60, n_values=5, largest=4, n_inputs=2):
         best = optimum(trace, 8)

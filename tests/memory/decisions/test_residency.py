@@ -1,4 +1,4 @@
-"""Decisions on residency: eviction, prefetch and admission, rule by rule."""
+"""Residency decides on eviction, prefetch and admission by its documented rules."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_room_is_made_in_advance_only_where_it_needs_a_write():
     for key in "abcdefghij":
         residency.insert(key, 10)
     residency.insert("x", 7)
-    # 107 bytes, and 95 are aimed at.
+    # The level holds 107 bytes, and evicts until 95 are left.
     assert {move.key for move in settle(residency)} == {"a", "b"}
     residency.remove("x")
     for key in "ab":
@@ -97,7 +97,7 @@ def test_room_is_made_in_advance_only_where_it_needs_a_write():
     for key in "cdefghij":
         residency.touch(key)
     residency.insert("y", 6)
-    # The other one can go at once when its room is needed.
+    # The other copy can be dropped at once when its room is needed.
     assert settle(residency) == [Drop("a", 1, MEMORY)]
     assert residency.levels[MEMORY].used_nbytes == 96
 
@@ -111,7 +111,7 @@ def test_a_pinned_value_stays_and_its_copy_serves_later():
     residency.pin(value)
     assert residency.put_done(move, 30)
     assert where(residency)["a"] == [0, 1]
-    # The other one goes instead.
+    # The other value is evicted instead.
     assert [move.key for move in settle(residency)] == ["b", "b"]
     residency.unpin(value)
     residency.insert("c", 30)
@@ -155,7 +155,7 @@ def test_a_blocked_tier_is_left_alone_until_retried():
 
 
 def full(residency):
-    """Everything that is due finds no room; returns how many tried."""
+    """Let all due puts find a full tier; return their number."""
     moves = [move for move in residency.due() if isinstance(move, Put)]
     for move in moves:
         residency.put_failed(move, is_full=True)
@@ -170,7 +170,7 @@ def test_a_full_tier_is_tried_less_and_less_often():
         residency.retry(tenth / 10)
         if full(residency):
             tried_s.append(tenth / 10)
-    # Each failure is seen at the look after it.
+    # Each failure is noticed at the next retry.
     assert tried_s == [0.0, 1.1, 3.2, 7.3, 15.4]
 
 
@@ -180,13 +180,13 @@ def test_a_full_tier_is_tried_at_once_when_it_has_room():
     residency.insert("a", 30)
     (settled,) = settle(residency)[:1]
     residency.insert("c", 80)
-    # The third time: it would be left alone for four seconds.
+    # After the third failure, the tier would not be tried for four seconds.
     for now_s in (0.0, 0.1, 1.2, 1.3, 3.4, 3.5):
         residency.retry(now_s)
         assert bool(full(residency)) == (now_s in (0.0, 1.2, 3.4))
     residency.remove(settled.key)
     assert full(residency)
-    # And then for one.
+    # After the removal and one failure, it is not tried for one second.
     residency.retry(3.6)
     assert not full(residency)
     residency.retry(4.7)
@@ -214,7 +214,7 @@ def test_number_of_queried_uses_is_bounded():
     moves = residency.due()
     assert len(moves) == MAX_MOVES
     assert len(asked) <= RANKED_AT_ONCE
-    # The first of a fair sample are the first of all, more or less.
+    # The first values of a random sample are nearly the first of all values.
     assert min(move.key for move in moves) > n * 0.99
 
 
@@ -234,7 +234,7 @@ def test_clean_value_is_dropped_while_all_writes_are_busy():
     uses = {}
     residency = two_levels(None, "next-use", uses)
     n = MAX_MOVES + MAX_PASSED + 10
-    # Writes of the first to leave will begin; of those after them two have copies.
+    # Writes of the first values will begin. Two of the values after them have copies below.
     near, far = MAX_MOVES + 2, n - 1
     for key in range(n):
         uses[key] = (n - key,)
@@ -248,7 +248,7 @@ def test_clean_value_is_dropped_while_all_writes_are_busy():
     puts, drops = moves[:MAX_MOVES], moves[MAX_MOVES:]
     assert [type(move) for move in puts] == [Put] * MAX_MOVES
     assert [move.key for move in drops] == [near]
-    # The other one has its turn with those before it.
+    # The other value with a copy leaves together with values before it.
     while puts:
         for move in puts:
             residency.put_done(move, SMALL_NBYTES)
@@ -262,7 +262,7 @@ def test_values_sink_through_the_tiers():
     for number in range(6):
         residency.insert(number, 25)
         settle(residency)
-    # Two fit into each of the upper levels, and the oldest are at the bottom.
+    # Each of the upper levels has room for two values, and the oldest are on disk.
     assert where(residency) == {
         0: [DISK],
         1: [DISK],
@@ -281,7 +281,7 @@ def test_prefetch_takes_free_room_or_room_of_later_values():
     settle(residency)
     cold = {key for key, levels in where(residency).items() if 0 not in levels}
     assert cold == set("efgh")
-    # Everything at home is needed sooner than what is cold.
+    # All values in memory are needed sooner than the spilled ones.
     residency.load_ahead("efgh")
     assert not [move for move in residency.take_moves() if isinstance(move, Load)]
     for key in "ab":
@@ -289,7 +289,7 @@ def test_prefetch_takes_free_room_or_room_of_later_values():
     residency.take_moves()
     residency.load_ahead("efgh")
     assert [move.key for move in residency.take_moves()] == ["e"]
-    # The next one would be more than the share; the first may be, or nothing large ever moved.
+    # A second value would exceed the share. The first may exceed it, or no large one could move.
     assert residency.levels[0].reserved_nbytes == 40 > AHEAD_SHARE * 190
 
 
@@ -301,7 +301,7 @@ def test_claim_waits_for_room_but_the_first_not_for_ever():
     first = admission.request("x", ["a"], 60, (0, 1))
     second = admission.request("y", ["b"], 60, (0, 2))
     assert admission.due() == []
-    settle(residency)  # the others are written, which makes room
+    settle(residency)  # other values are written, which makes room
     assert admission.due() == [first]
     assert not second.is_admitted
     residency.insert("out", 60)
@@ -329,12 +329,12 @@ def test_nested_tasks_start_one_by_one_after_the_patience_time():
     assert admission.force_progress()
     for claim in inner:
         assert admission.due() == [claim]
-        # One that is at work leaves room when it ends.
+        # A running task will free its room when it ends.
         assert admission.due() == []
         admission.end(claim)
     assert not admission.force_progress()
     admission.end(outer)
-    # Nothing is remembered of those that are gone.
+    # Ended claims leave nothing behind.
     first = admission.request("first", [], 90, (2, 0))
     admission.request("second", [], 90, (2, 1))
     assert admission.running == {first}
@@ -349,7 +349,7 @@ def test_subtasks_start_beside_a_task_that_waits_for_them():
     assert admission.due() == [inner[0]]
     assert admission.due() == []
     admission.end(outer)
-    # One that is over is not told apart from those that run.
+    # A call for an ended claim has the effect of one for a running claim.
     admission.may_wait(outer)
     assert admission.due() == [inner[1]]
     third = admission.request("third", [], 90, (2, 0))

@@ -1,4 +1,4 @@
-"""Decisions on residency: invariants under random histories."""
+"""The invariants of residency hold after any random history of events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dask_gpurt.memory.decisions.residency import (
 
 
 class Histories(RuleBasedStateMachine):
-    """Any order of events, on three levels: the books stay right."""
+    """Random events on three levels; the counts of bytes must stay right."""
 
     claims = Bundle("claims")
 

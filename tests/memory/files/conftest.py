@@ -1,4 +1,4 @@
-"""Directories for the disk tier."""
+"""Fixtures with directories for the disk tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks, their checksums and the layout of a file, without a tier around them."""
+"""Blocks, checksums and layouts of value files are correct, tested without a tier."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_layout_has_room_for_everything(header_nbytes, sizes):
         else:
             assert layout.offsets[number] + nbytes <= layout.lead_nbytes
     small_nbytes = sum(nbytes for nbytes in sizes if nbytes < value_file.SMALL_NBYTES)
-    # An entry and a boundary for each, and a page in front of the blocks.
+    # There is an entry and alignment for each buffer, and at most a page before the blocks.
     assert layout.lead_nbytes <= header_nbytes + small_nbytes + 100 * len(sizes) + 5000
     assert layout.nbytes == (padded(end) if blocks else layout.lead_nbytes)
 
@@ -240,7 +240,7 @@ def test_waits_double_up_to_a_minute():
         waits.append(backoff.until_s - now_s)
         assert backoff.is_waiting(now_s)
         assert backoff.is_waiting(backoff.until_s - 0.01)
-        # What had begun before does not make it longer.
+        # A failure of an attempt that began earlier does not extend the wait.
         assert backoff.after_failure(now_s + 0.5) == backoff
         now_s = backoff.until_s
         assert not backoff.is_waiting(now_s)

@@ -1,4 +1,4 @@
-"""Value directories: kept while their process lives, removed after it died."""
+"""Value directories are kept while their process lives, and removed after its death."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.memory.faulty_system import System
 
 ROOT = pathlib.Path(__file__).parents[3]
 DEADLINE_S = 120.0
-#: This machine outside of all containers, if it has an identity.
+#: This machine, outside of containers, as if it had an identity.
 HERE = dataclasses.replace(
     owner.this_place(), machine="an identity", pid_namespace=owner.SYSTEM_NAMESPACE
 )
 
-#: A program that writes values for ever, and reports before the n-th write of each value.
+#: A program that writes values forever, and reports before the n-th write of each value.
 WRITER = """
 import os, sys
 from dask_gpurt.memory.files.disk_tier import DiskTier
@@ -67,9 +67,9 @@ def inside(parent):
 
 
 def left_by(parent, name, **changes):
-    """Make a directory as a dead owner leaves it, whose lock no process holds.
+    """Make a directory like that of a dead owner, whose lock no process holds.
 
-    `started` is another unless it is given: a later process has the id of the dead one.
+    Without `started`, the record has another start time: a later process has the same id.
     """
     path = pathlib.Path(parent) / (directory.PREFIX + name)
     path.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_only_directories_of_dead_processes_are_swept(parent):
     others = pathlib.Path(parent) / "of somebody else"
     others.mkdir()
     (pathlib.Path(parent) / "some.lock").touch()
-    # Without its lock, nothing shows whether its process lives.
+    # Without a lock file, nothing shows whether the process lives.
     unlocked = pathlib.Path(parent) / (directory.PREFIX + "unlocked")
     unlocked.mkdir()
     living = ValueDirectory(parent)
@@ -170,7 +170,7 @@ def test_concurrent_sweeps_remove_a_directory_once(parent):
 
 
 def test_sweep_between_lock_and_owner_record_changes_nothing(parent):
-    """In this moment no sweep can tell who owns the directory."""
+    """At this moment, no sweep can know the owner of the directory."""
     swept = []
 
     def opened(real, path, *args):
@@ -251,7 +251,7 @@ def test_without_locks_only_known_dead_owners_are_swept(parent, monkeypatch, cod
 
 
 def test_no_locks_are_taken_when_disabled_in_dask(parent, monkeypatch):
-    """Dask's `distributed.worker.use-file-locking: false`."""
+    """The setting is Dask's `distributed.worker.use-file-locking: false`."""
 
     def flock(fd, how):
         pytest.fail("a lock was asked for")
@@ -272,11 +272,11 @@ def test_no_locks_are_taken_when_disabled_in_dask(parent, monkeypatch):
 ELSEWHERE = [
     {"host": "another", "boot": "another"},
     {"host": "another", "boot": "another", "machine": "another"},
-    # Two containers of one name and one image, on two machines.
+    # Two containers with the same name and image, on two machines.
     {"boot": "another", "pid_namespace": 7},
     # Machines without an identity.
     {"boot": "another", "machine": ""},
-    # Another container on this machine, and a mount of its own.
+    # Another container on this machine, with a mount of its own.
     {"pid_namespace": 7, "device": 77},
     {"pid_namespace": 7, "is_locked": False},
 ]
@@ -288,7 +288,7 @@ GONE = [
     {"boot": "another"},
     # The name of a machine may change while it runs.
     {"host": "another"},
-    # Another container on this machine, and a mount that both see.
+    # Another container on this machine, with a mount that both see.
     {"pid_namespace": 7},
 ]
 
@@ -313,7 +313,7 @@ def test_directory_of_a_known_dead_owner_is_swept(parent, changes, monkeypatch):
 
 @pytest.mark.parametrize("changes", [*ELSEWHERE, *GONE], ids=str)
 def test_holder_of_the_lock_counts_as_alive(parent, changes, monkeypatch):
-    """Forks of a process hold it as well."""
+    """Forks of a process hold its lock, too."""
     monkeypatch.setattr(owner, "this_place", lambda: HERE)
     path = left_by(parent, "held", **{**changes, "is_locked": True})
     with open(f"{path}.lock", "r+b") as file:
@@ -333,7 +333,7 @@ def test_directory_is_kept_although_its_lock_can_be_taken(parent, monkeypatch):
 
 
 def test_directory_of_a_living_process_is_kept_without_a_lock(parent):
-    """As on a file system whose locks are known on one machine, or to one mount, only."""
+    """Some file systems show locks only on one machine or in one mount."""
     path = left_by(parent, "living", started=owner.started(os.getpid()))
     assert sweep(parent) == 0
     assert (path / "00000000").exists()
@@ -345,7 +345,7 @@ def test_directory_of_a_living_process_is_kept_without_a_lock(parent):
     ids=repr,
 )
 def test_directory_without_an_owner_is_kept(parent, record):
-    """Of an earlier version, or of a process that is about to write its name."""
+    """It may be of an earlier version, or its process is about to write the record."""
     path = left_by_a_dead_process(parent, "nobody")
     whole = pathlib.Path(f"{path}.lock").read_bytes()
     for text in (record, whole[: len(whole) // 2]):
@@ -388,7 +388,7 @@ def test_fork_does_not_remove_the_directory_of_its_parent(parent):
 
 @contextlib.contextmanager
 def writing_to(parent):
-    """A process in the middle of a write. It is killed in the end, if it still lives."""
+    """Start a process that stops in the middle of a write; kill it at the end of the block."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, parent],
         stdin=subprocess.PIPE,
@@ -406,7 +406,7 @@ def writing_to(parent):
 
 @pytest.mark.cluster
 def test_directory_of_a_process_killed_while_writing_is_swept(parent):
-    """Nothing of it is swept while it lives, and everything after it died."""
+    """Nothing is swept while the process lives, and everything after its death."""
     with writing_to(parent) as writer:
         assert sweep(parent) == 0
         (path,) = [p for p in pathlib.Path(parent).iterdir() if p.is_dir()]
@@ -426,7 +426,7 @@ def test_directory_of_a_process_killed_while_writing_is_swept(parent):
 
 @pytest.mark.cluster
 def test_directory_is_swept_when_the_reaper_was_killed_too(parent):
-    """As at the end of a container: the next process sweeps."""
+    """The end of a container kills both. The next process sweeps."""
     with writing_to(parent) as writer:
         (reaper,) = psutil.Process(writer.pid).children()
         assert "dask-gpurt-reaper" in reaper.cmdline()
@@ -446,7 +446,7 @@ def test_reaper_survives_the_end_of_its_process_group(parent, number):
     until(lambda: _ignores(shell.pid, number), "it does not ignore the signal")
     os.kill(shell.pid, number)
     assert os.getpgid(shell.pid) != os.getpgid(0)
-    # As if this process had ended.
+    # The reaper sees the same as if this process had ended.
     shell.close()
     assert inside(parent) == []
 

@@ -1,4 +1,4 @@
-"""Damaged files and failing disks: a value is refused, and no file is left."""
+"""With damaged files or failing disks, values are refused or whole, and no file is left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_damage_at_any_position_is_noticed(parent, lengths, compression):
             got = tier.get(place)
         except DamagedValueError:
             continue
-        assert_same(got, value)  # it was padding
+        assert_same(got, value)  # the damaged byte was padding
     for end in (0, 1, 39, 40, 100, 4096, len(good) // 2, len(good) - 1):
         path.write_bytes(good[: min(end, len(good) - 1)])
         with pytest.raises(DamagedValueError):
@@ -165,7 +165,7 @@ def open_files():
         (SMALL, errno.EDQUOT),
         (SMALL, errno.EIO),
         (SMALL, errno.EROFS),
-        # More than a bounce buffer holds.
+        # These are larger than a bounce buffer.
         ((5_000_000, 10, 200_000), errno.ENOSPC),
         ((5_000_000, 10, 200_000), errno.EIO),
     ],
@@ -223,13 +223,13 @@ def test_tier_waits_after_a_failure_and_tries_again(parent, caplog):
             if system.counts["pwrite"] > before:
                 tried.append(now_s[0])
             now_s[0] += 0.5
-    # One, two, four ... seconds; then once a minute.
+    # Retries come after 1, 2, 4 ... seconds, and then once a minute.
     waits = np.diff(tried).tolist()
     assert waits[:7] == [1, 2, 4, 8, 16, 32, 60]
     assert set(waits[7:]) == {60}
     assert len(caplog.records) == 1
     assert "No space left on device" in caplog.text
-    # What is there can be read meanwhile; and once there is room again, it goes on at once.
+    # Existing values can be read meanwhile, and writes work as soon as there is room again.
     assert_same(tier.get(kept), value)
     system.hooks.clear()
     now_s[0] += 60.0
@@ -269,7 +269,7 @@ def test_full_tier_is_not_logged_as_a_failure(parent, caplog):
     place = tier.put(flat_of((200_000,)))
     with pytest.raises(TierFullError, match="do not fit"):
         tier.put(flat_of((200_000,)))
-    # Which never will, and is no matter of the others.
+    # This value can never fit, and must not affect others.
     with pytest.raises(ValueRefusedError, match="exceed the disk limit"):
         tier.put(flat_of((400_000,)))
     tier.drop(place)
@@ -307,7 +307,7 @@ def test_deleted_directory_is_made_again(parent, caplog, with_parent):
 
 
 def test_file_that_cannot_be_opened_does_not_affect_others(parent):
-    """Not finding a place to write to does not mean that the directory is gone."""
+    """If a file cannot be opened for a write, the directory may still exist."""
     system = System()
     tier = DiskTier(str(parent), system=system)
     value = flat_of(LARGE)

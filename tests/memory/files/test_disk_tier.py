@@ -1,4 +1,4 @@
-"""The disk tier: values come back from files; nothing is left behind."""
+"""The disk tier restores values from files, and leaves no file behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestDiskInMemory(DiskSuite):
         shutil.rmtree(self.parent, ignore_errors=True)
 
 
-# ------------------------------------------------------------------ what is on the disk
+# ------------------------------------------------------------------ content of the disk
 
 
 def test_no_directory_is_made_before_the_first_value(parent):
@@ -124,7 +124,7 @@ def test_large_buffers_are_freed_one_by_one(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ how it gets there
+# ------------------------------------------------------------------ ways of writing
 
 
 def test_only_large_values_bypass_the_page_cache(parent, has_direct):
@@ -305,7 +305,7 @@ def test_value_being_written_counts_towards_the_limit(parent, executor):
     system.hooks["pwrite"] = pwrite
     writing = executor.submit(tier.put, flat_of((200_000,)))
     assert gate.reached.wait(PATIENCE_S)
-    # The account is not locked while somebody writes.
+    # The count of bytes is not locked during a write.
     assert 200_000 < tier.used_nbytes < 300_000
     with pytest.raises(TierFullError, match="do not fit"):
         tier.put(flat_of((200_000,)))
@@ -337,7 +337,7 @@ def test_file_names_do_not_contain_keys(parent):
     tier.close()
 
 
-# ------------------------------------------------------------------ a look before it is needed
+# ------------------------------------------------------------------ the check of the directory
 
 
 def test_check_reports_the_directory(parent, has_direct):

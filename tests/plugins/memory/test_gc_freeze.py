@@ -1,4 +1,4 @@
-"""Which objects garbage collections skip while the runtime is on."""
+"""Garbage collections skip long-lived objects while the runtime is on, and only then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen():
-    """Thaw what the suite froze (`tests/conftest.py`), and freeze it again."""
+    """Unfreeze the objects that `tests/conftest.py` froze, and freeze them again afterwards."""
     gc.unfreeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,4 @@
-"""The GPU level of a store: when there is one, its values, and their sizes."""
+"""A store gets a GPU level if a usable GPU exists, and recognises GPU values and their sizes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_device_facts_follow_the_process(monkeypatch):
 
 
 def test_type_checks_import_no_gpu_library():
-    """Nor to look at values of the host."""
+    """A check of host values imports none, either."""
     program = (
         "import sys\n"
-        "import distributed\n"  # which imports RMM where it is installed
+        "import distributed\n"  # imports RMM if it is installed
         "before = set(sys.modules)\n"
         "from dask_gpurt.plugins.memory import gpu_store, manager\n"
         "from dask_gpurt.plugins.patches import worker_memory\n"
@@ -81,7 +81,7 @@ def test_registered_library_types_are_device_values():
 
 
 def test_broken_library_has_no_device_values():
-    """A part of it may be broken: its values are Dask's to keep, as before."""
+    """If a part of the library is broken, Dask keeps its values as before."""
     lost = type("Lost", (), {"__module__": "gpurt_lost_library.core"})
 
     @cuda.cuda_serialize.register_lazy("gpurt_lost_library")

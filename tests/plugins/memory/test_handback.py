@@ -1,4 +1,4 @@
-"""Return of all values to Dask's store, including those that are spilled during it."""
+"""All values return to Dask's store, including those that are spilled meanwhile."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_value_unreadable_until_the_end_is_lost(caplog):
 
 
 class OnDisk:
-    """A store of `room_nbytes` of memory that took over Dask's own store with a disk."""
+    """A store with `room_nbytes` of memory and a disk tier, which replaced Dask's store."""
 
     INHERITED = 2
 
@@ -156,7 +156,7 @@ class OnDisk:
             self.lane.submit(int).result()
 
     def give_back(self, meanwhile=lambda key: None):
-        """Hand over as a worker does, with a call just before each value."""
+        """Hand all values over as a worker does; call `meanwhile` just before each."""
         put_on_disk = worker_memory.put_on_disk
 
         def watched(stock, key, value):

@@ -1,4 +1,4 @@
-"""The directory that a worker spills to if the configured one cannot be used."""
+"""A worker spills to another directory if it cannot use the configured one."""
 
 from __future__ import annotations
 

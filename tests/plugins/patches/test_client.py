@@ -1,4 +1,4 @@
-"""Contract tests of the workers and schedulers that a process knows."""
+"""Contract tests: distributed tells which workers and schedulers a process has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ async def test_servers_of_a_process_are_found(c, s, a, b):
     assert {client.address_at_scheduler(w) for w in (a, b)} == identity["workers"].keys()
     assert client.address_of_scheduler(a) == identity["address"] == s.address
     await b.close()
-    assert b.scheduler is not None  # a closed worker is not one that never started
+    assert b.scheduler is not None  # a closed worker differs from one that never started
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])

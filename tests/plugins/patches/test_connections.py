@@ -143,7 +143,7 @@ def test_message_arrives_complete(reads):
 def test_closed_connection_is_noticed(reads):
     async def exchange():
         async def leave(comm):
-            # A length, and then fewer bytes.
+            # The message has fewer bytes than it announces.
             await comm.stream.write(tcp.struct.pack("Q", 4 * PIECE_NBYTES) + b"x" * PIECE_NBYTES)
             comm.abort()
 

@@ -1,4 +1,4 @@
-"""Values that do not fit on the receiving worker: requested again, and in the end an error."""
+"""A value that does not fit on the receiver is requested again, and finally causes an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dask_gpurt.plugins.patches import gather_dep
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.integration.memory_cluster import cluster
 
-#: How many more times there is no memory for a value.
+#: Number of times that memory for a value will still be missing.
 _times_short = 0
 _was_short = threading.Semaphore(0)
 

@@ -154,7 +154,7 @@ def graph_of(lazy):
         return lazy.optimize().__dask_graph__()
 
 
-def test_partitions_read_by_plain_and_fused_tasks():
+def test_partitions_read_by_plain_and_fused_tasks_are_found():
     frames = [pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)]
     plain = graph_of(collection(frames).shuffle("a", npartitions=4))
     fused = graph_of(collection(frames).shuffle("a", npartitions=4)["b"] + 1)
@@ -166,7 +166,7 @@ def test_partitions_read_by_plain_and_fused_tasks():
         assert p2p.partitions_read(outputs[0], "another") == set()
 
 
-def test_partitions_read_by_a_merge():
+def test_partitions_read_by_a_merge_are_found():
     left = collection([pd.DataFrame({"a": np.arange(10), "b": 1.0}) for _ in range(3)])
     right = collection([pd.DataFrame({"a": np.arange(10), "c": 2.0}) for _ in range(3)])
     graph = graph_of(left.merge(right, on="a", shuffle_method="p2p", broadcast=False))
@@ -178,7 +178,7 @@ def test_partitions_read_by_a_merge():
         assert sorted(read, key=min) == [{i} for i in range(len(outputs))]
 
 
-def test_partitions_read_by_a_rechunk():
+def test_partitions_read_by_a_rechunk_are_found():
     import dask.array as da
 
     lazy = da.ones((6, 4), chunks=(2, 4)).rechunk((6, 2), method="p2p")
@@ -192,7 +192,7 @@ def test_partitions_read_by_a_rechunk():
         assert p2p.partitions_read(outputs[0], "another") == set()
 
 
-def test_partitions_read_by_anything_else():
+def test_other_tasks_read_no_partitions():
     assert p2p.partitions_read(Task("k", sum, [1]), "x") == set()
     assert p2p.partitions_read(None, "x") == set()
 

@@ -20,7 +20,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def test_distributed_has_the_replaced_functions() -> None:
-    """Check what a release does to a run, and who is told that a task runs again."""
+    """Check the effect of a release on a run, and the message that a task runs again."""
     assert '"reschedule": self._reschedule' in inspect.getsource(Scheduler.__init__)
     assert parameters(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
     transition = inspect.getsource(ShuffleSchedulerPlugin.transition)
@@ -34,7 +34,7 @@ def test_distributed_has_the_replaced_functions() -> None:
 
 
 class SimpleShuffle(SimpleNamespace):
-    """A run on the scheduler, of which the loop needs the id."""
+    """A stand-in for a run on the scheduler; the loop needs only its id."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -116,7 +116,7 @@ def test_restarted_tasks_read_all_inputs_from_the_new_run() -> None:
     every = [*tasks, *outputs, whole, *read, between, elsewhere, to_run]
     expected = {one.key for one in [*tasks, *outputs]}
     assert released(every, {"a"}, "a") == {*expected, "read-0", "between"}
-    # After a worker left: as in stock.
+    # After a worker has left, Dask's own restart runs.
     assert released(every, set(), "a") == expected
 
 
@@ -136,7 +136,7 @@ def test_shuffles_of_rerun_tasks_restart_too() -> None:
 
 
 def test_all_shuffles_of_a_worker_that_left_restart() -> None:
-    """The restart of one forgets another, and the loop over them goes on."""
+    """The restart of one shuffle forgets another, and the loop over all must continue."""
     archived = {"stimulus": {SimpleShuffle("a"), SimpleShuffle("b"), SimpleShuffle("c")}}
     restarted = []
 

@@ -1,4 +1,4 @@
-"""Tests of the metrics registered with Prometheus, beside distributed's own."""
+"""Our metrics are registered with Prometheus beside distributed's own."""
 
 from __future__ import annotations
 

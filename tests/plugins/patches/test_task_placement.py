@@ -28,7 +28,7 @@ def test_replaced_decisions_have_their_signatures():
 
 @gen_cluster(nthreads=[("127.0.0.1", 1)] * 3)
 async def test_idle_workers_are_a_sorted_dict_by_address(s, a, b, c):
-    """It is asked as a plain one, in the order in which they became idle, and for a host's."""
+    """We use it as a plain dict in the order of becoming idle, and for the workers of a host."""
     assert isinstance(s.idle, dict)
     assert dict.items(s.idle) == {one.address: s.workers[one.address] for one in (a, b, c)}.items()
     last = max(one.address for one in (a, b, c))
@@ -182,7 +182,7 @@ async def test_dask_balances_on_request_when_stealing_is_enabled(s, a, b):
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_each_replaced_decision_is_asked_for(c, s, a, b):
-    """Also the decision that Dask makes without naming the task."""
+    """This includes the decision that Dask makes without naming the task."""
     asked = []
 
     class Spy(Placement):
@@ -199,7 +199,7 @@ async def test_each_replaced_decision_is_asked_for(c, s, a, b):
     last = c.submit(sum, roots, key="last")
     assert await last == sum(range(1, 21))
     kinds = {key: kind for kind, key in asked}
-    # Some of them had to wait in the queue first, and are asked for as they come out of it.
+    # Some tasks waited in the queue first; the decision comes when they leave it.
     assert {kinds[f"root-{i}"] for i in range(20)} == {"root"}
     assert kinds["last"] == "place"
 
@@ -309,7 +309,7 @@ async def test_queued_task_is_decided_once(c, s, a, b):
             asked.append(ts.key)
             return None if is_choosy else stock
 
-    s.validate = False  # which has queued tasks only where all workers are busy
+    s.validate = False  # Dask queues tasks only if all workers are busy
     Choosy(s, "data-aware")
     futures = c.map(inc, range(40))
     await async_poll_for(lambda: len(s.queued) == 40, timeout=10)

@@ -64,7 +64,7 @@ def test_get_data_handler_takes_the_comm():
 @pytest.mark.parametrize("is_paused", [False, True])
 @pytest.mark.parametrize("peer", ["tcp://127.0.0.1:7", "tcp://10.1.2.3:7"])
 def test_busy_worker_refuses_to_send(client, is_paused, peer):
-    """As it answers itself."""
+    """Our answer is the one of Dask itself."""
 
     class Written(Exception):
         pass

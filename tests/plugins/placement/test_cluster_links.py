@@ -1,4 +1,4 @@
-"""Paths between workers of a cluster: described, or learnt otherwise."""
+"""Paths between workers come from the description, or from measurements without one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_worker_that_left_is_forgotten(described):
     described.remove(LEFT0.address)
     assert described.device_kind(LEFT0.address) is None
     described.observe(LEFT0.address, {RIGHT0.address: (1e9, 1)})
-    # Asked for all the same, as a decision may that began before.
+    # A decision that began earlier may still ask for the removed worker.
     assert described(RIGHT0.address, LEFT0.address).kind == "network"
 
 
@@ -104,7 +104,7 @@ SLOW_NIC = gpu_hosts(3, 2, nic_bandwidth=1e9, nvlink=False, slow_nics={2: 1e8})
 
 
 def workers_of(topology):
-    """One on each device."""
+    """Yield one worker for each device, with the device's node."""
     for host in topology.hosts:
         for number, device in enumerate(host.devices):
             yield worker(host.addresses[0], number, device.workers[0]), host.node(device.name)
@@ -174,7 +174,7 @@ def test_paths_from_equal_hosts_are_computed_on_arrival():
         links.add(one)
         addresses.append(one.address)
     far = links.places[addresses[0]].far
-    # Not by looking up, which would work it out now.
+    # A lookup would compute the entries now, so this checks the keys.
     assert far.keys() >= set(addresses[1:])
     assert far[addresses[0]] is far[addresses[1]] is far[addresses[2]]
 
@@ -211,7 +211,7 @@ def test_workers_behind_one_network_card_share_it():
         links.add(one)
     first, second, third = (links.uplink(one.address) for one in (LEFT0, LEFT1, NO_GPU))
     assert first != second == third
-    # Its own card, and not the slower one of who sends.
+    # The result is that of its own network card, not of the sender's slower one.
     assert second.nbytes_per_s == 10e9
     assert links.uplink(RIGHT0.address).nbytes_per_s == 5e9
 
@@ -243,13 +243,13 @@ def test_widest_path_is_known_only_where_all_are_described():
     widest = {one: links.widest_nbytes_per_s(one) for one in ends}
     for one, other in itertools.permutations(ends, 2):
         assert links(one, other).bandwidth_nbytes_per_s <= widest[one] < math.inf
-    # Between two on one node it is learnt.
+    # The path between two workers on one node is learnt, so it has no limit.
     links.add(NO_GPU_EITHER)
     assert links.widest_nbytes_per_s(NO_GPU.address) == math.inf
     assert links.widest_nbytes_per_s(LEFT0.address) == widest[LEFT0.address]
     links.remove(NO_GPU_EITHER.address)
     assert links.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
-    # It came again, and is no other.
+    # The same worker is added again.
     links.add(NO_GPU)
     assert links.widest_nbytes_per_s(NO_GPU.address) == widest[NO_GPU.address]
     links.add(STRANGER)

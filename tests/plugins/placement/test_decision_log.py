@@ -1,4 +1,4 @@
-"""The log of placement decisions."""
+"""The log of placement decisions keeps recent decisions and counts all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_all_decisions_are_counted_and_the_last_kept(monkeypatch):
     assert log.explain(7)["stock_worker"] == "b"
 
 
-def test_last_decision_of_a_replaced_task_is_told():
+def test_last_decision_of_a_replaced_task_is_found():
     log = PlacementLog()
     log.keep(*record("x", worker="a"))
     log.keep(*record("x", worker="b"))

@@ -21,7 +21,7 @@ TOPOLOGY = gpu_hosts(N_HOSTS, 1, nic_bandwidth=1e9, nvlink=False)
 
 
 def tree():
-    """Blocks of few sizes, summed up three by three."""
+    """Return a workload with blocks of few sizes, of which each three are summed."""
     n = N_HOSTS
     sizes = [(8, 8, 9)[i % 3] * MB for i in range(n)]
     loads = [task(f"('load-0', {i})", s=0.05, nbytes=sizes[i]) for i in range(n)]
@@ -58,7 +58,7 @@ def test_idle_holder_is_always_a_candidate():
     ]
     first = [task(f"('train-0', {i})", i, s=20.0, nbytes=2 * MB) for i in range(n_busy)]
     second = [task(f"('train-1', {i})", n + i, s=20.0, nbytes=8) for i in range(n_busy)]
-    # Until the others have begun with their second one.
+    # This task runs until the other workers have begun their second task.
     last = task("('last-0', 0)", n - 1, s=24.0, nbytes=8)
     total = task("('sum-0', 0)", *range(n), n + 2 * n_busy, s=0.001, nbytes=8)
     tasks = [*loads, *first, *second, last, total]
@@ -69,7 +69,7 @@ def test_idle_holder_is_always_a_candidate():
         clock = asyncio.get_running_loop().time
         placed.append(Placement(scheduler, "data-aware", clock=clock))
 
-    # Or it would be taken from whoever got it.
+    # With stealing, another worker would take the task.
     with dask.config.set({"distributed.scheduler.work-stealing": False}):
         runs = [simulate(model, flat(n), one) for one in (install, None)]
     ours, stock = (run for found in runs for run in found.tasks if run.key == total.key)

@@ -1,4 +1,4 @@
-"""Transfers that decisions caused, and the load of the links into their hosts."""
+"""Transfers that decisions cause count as load of the links between hosts until they end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.in_flight import TransfersInFlight
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 
-#: Two GPUs each on NVLink, and a card of 1 GB/s; that of the third host carries a tenth.
+#: Three hosts with two GPUs on NVLink each, and network cards of 1, 1 and 0.1 GB/s.
 TOPOLOGY = gpu_hosts(3, 2, nic_bandwidth=1e9, nvlink=True, slow_nics={2: 1e8})
 GB = 10**9
 
@@ -67,11 +67,11 @@ def test_workers_of_a_host_wait_for_transfers_on_its_card(in_flight, clock, plai
     for one in (here, neighbour):
         assert in_flight.inlet_s(one.address) == pytest.approx(1)
     assert in_flight.inlet_s(there.address) == 0
-    # Both ways are carried at once.
+    # Cards send and receive at the same time.
     for one in WORKERS[1]:
         assert in_flight.outlet_s(one.address) == pytest.approx(1)
     assert in_flight.outlet_s(here.address) == 0
-    # Nobody sends the neighbour anything yet.
+    # No worker sends data to the neighbour yet.
     assert in_flight.receiving_s(neighbour) == 0
     fetches(in_flight, neighbour, there, plain=plain)
     assert in_flight.inlet_s(here.address) == pytest.approx(2)

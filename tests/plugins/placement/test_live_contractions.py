@@ -42,7 +42,7 @@ def told(machine):
 
 
 def crossing(result):
-    """Transfers between hosts, by task, and how many there were."""
+    """Return the transfers between hosts."""
     return [
         run
         for run in result.transfers
@@ -74,7 +74,7 @@ def asked(monkeypatch):
 
 
 def test_two_hosts_exchange_only_one_operand():
-    """The least there is: 16 blocks, each once. Two workers of a host may ask at the same time."""
+    """The least is to send 16 blocks once. Two workers of a host may fetch a block at once."""
     machine = boxes(2)
     stock, found = simulate(matmul(SCALE), machine), simulate(matmul(SCALE), machine, told(machine))
     assert 16 <= crossing_nbytes(found) / (2 * MB) <= 24 < crossing_nbytes(stock) / (2 * MB)
@@ -95,7 +95,7 @@ GRAPHS = {
     "dot of a transpose": (lambda x, y: da.dot(x, x.T), 64),
     "then add": (lambda x, y: (x @ y) + 1, 64),
     "then sum": (lambda x, y: (x @ y).sum(), 64),
-    # Which of its operands is the first one nobody can tell.
+    # In a square, both operands are the same, so they cannot be told apart.
     "square": (lambda x, y: x @ x, 0),
     "too few outputs": (lambda x, y: x @ y[:, :10], 0),
     "add": (lambda x, y: x + y.T, 0),
@@ -143,8 +143,8 @@ def test_unequal_or_single_hosts_get_no_grid(asked, machine):
 
 @pytest.mark.parametrize(
     ("side", "n_hosts"),
-    # 7 rows of outputs cannot be shared out to 3 hosts; of 4 times 4 there are 2 for each of 8
-    # hosts, and it is not by the 64 products that they are counted.
+    # 7 rows of outputs cannot be divided evenly among 3 hosts. 4 times 4 outputs are only 2 for
+    # each of 8 hosts; the 64 products do not count.
     [(14, 3), (8, 8)],
 )
 def test_outputs_too_few_for_the_hosts_get_no_grid(asked, side, n_hosts):

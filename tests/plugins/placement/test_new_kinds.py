@@ -1,4 +1,4 @@
-"""Tasks of a kind that has never ended, so that no duration is known."""
+"""Tasks of a new kind, whose duration is unknown, are placed well."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dask_gpurt.simulate.example_clusters import gpu_hosts
 from tests.simulate.flat import task, workload
 
 MB = 1_000_000
-#: Two GPUs of one host, and two of another.
+#: Two hosts with two GPUs each.
 MACHINE = machine_of("boxes", gpu_hosts(2, 2, nic_bandwidth=12e9, nvlink=False))
 
-#: More than twice as many as there are threads, and Dask takes them for root tasks.
+#: Number of tasks. With more than twice as many as threads, Dask would take them for root tasks.
 FEW = 8
 
 
 @pytest.fixture
 def placed(monkeypatch):
-    """Runs a workload; workers by key, and placement, which remembers why."""
+    """A function that simulates a workload; it returns workers by key, and the placement."""
 
     def run(model):
         found = []
@@ -42,7 +42,7 @@ def placed(monkeypatch):
 
 
 def test_tasks_that_need_the_same_two_blocks_are_spread(placed):
-    """Where the blocks are brought together nothing would have to be sent for all the others."""
+    """They are spread although further tasks would move nothing where both blocks already are."""
     blocks = [task(f"('load-0', {n})", s=0.1, nbytes=500 * MB, source=True) for n in range(2)]
     users = [task(f"('use-0', {n})", 0, 1, s=1.0, nbytes=MB) for n in range(FEW)]
     where, _ = placed(workload(*blocks, *users, wanted=range(2, 2 + FEW)))
@@ -52,7 +52,7 @@ def test_tasks_that_need_the_same_two_blocks_are_spread(placed):
 
 
 def test_tasks_with_a_thin_edge_stay_at_the_block(placed):
-    """Also many tasks: they may take no time, and the block is nearly all of their bytes."""
+    """This holds for many tasks, too. They may be quick, and most of their bytes are the block."""
     block, edge = (
         task("('load-0', 0)", s=0.1, nbytes=500 * MB, source=True),
         task("('load-1', 0)", s=0.1, nbytes=MB, source=True),

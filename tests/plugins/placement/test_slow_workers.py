@@ -1,4 +1,4 @@
-"""A worker that becomes slow or is removed during a simulated computation."""
+"""A worker that becomes slow or is removed delays a simulated computation only briefly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def data_aware(scheduler, topology=None):
 
 
 def pairs(count: int, *, s: float, nbytes: int):
-    """Workload of sources, results of each, and results of pairs; most is made near its data."""
+    """Return a workload of sources, a result of each, and results of pairs of these."""
     sources = [task(f"('load-0', {n})", s=s, nbytes=nbytes, source=True) for n in range(count)]
     made = [task(f"('make-0', {n})", n, s=s, nbytes=nbytes) for n in range(count)]
     joined = [
@@ -53,7 +53,7 @@ def test_slowed_worker_delays_the_run_only_briefly(healthy, share):
     bad = HEALTHY.with_incidents(ChangesSpeed(address(0), share * healthy.makespan_s, speed=0.1))
     ours, stock = simulate(MODEL, bad, data_aware), simulate(MODEL, bad)
     assert {run.key for run in ours.tasks} == {run.key for run in healthy.tasks}
-    # What it is at when it becomes slow nobody can take from it: ten times a quarter of a second.
+    # The task that runs when the worker becomes slow cannot be stolen. It takes ten times 0.25 s.
     assert ours.makespan_s < 2 * healthy.makespan_s
     assert ours.makespan_s < stock.makespan_s
 
@@ -72,7 +72,7 @@ def test_without_slow_workers_the_check_changes_nothing(healthy, monkeypatch):
 
 
 def test_tasks_queued_on_a_slow_worker_are_stolen_at_once(monkeypatch):
-    """Stock looks for tasks to steal after a second, and after another one."""
+    """Stock Dask looks for tasks to steal only once a second."""
     loads = [task(f"('load-0', {n})", s=0.2, nbytes=MIB) for n in range(7 * N_WORKERS)]
     model = workload(*loads, wanted=range(len(loads)))
     healthy = simulate(model, HEALTHY, data_aware).makespan_s
@@ -81,12 +81,12 @@ def test_tasks_queued_on_a_slow_worker_are_stolen_at_once(monkeypatch):
     relieved = simulate(model, bad, data_aware)
     monkeypatch.setattr(EarlyStealing, "ended", lambda *args: None)
     left_alone = simulate(model, bad, data_aware)
-    # A second each, and the first of them, which ends after 1.6 s, is not for anybody to take.
+    # Slow tasks take 1 s each. The first one is running, cannot be stolen, and ends after 1.6 s.
     assert relieved.makespan_s < 1.8 + PAUSE_S < 2.5 < left_alone.makespan_s
 
 
 def test_known_slow_worker_gets_no_task_better_run_elsewhere():
-    """Two tasks have shown it: the last queued tasks wait for the other workers."""
+    """After two tasks the worker is known as slow, so the last queued tasks wait for others."""
     machine = pcie_gpus()
     install = partial(data_aware, topology=machine.network.topology)
     model = merge_small(Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9))
@@ -94,12 +94,12 @@ def test_known_slow_worker_gets_no_task_better_run_elsewhere():
     slow = machine.workers[0].address
     bad = machine.with_incidents(ChangesSpeed(slow, 0.4 * healthy.makespan_s, speed=0.2))
     ours = simulate(model, bad, install)
-    # Another load would take it half a second.
+    # Another load task would take 0.5 s on the slow worker.
     assert ours.makespan_s < healthy.makespan_s + 0.25
 
 
 class Timers:
-    """Stands in for an event loop."""
+    """A stand-in for an event loop."""
 
     def __init__(self):
         self.due = []
@@ -116,7 +116,7 @@ class Timers:
         return SimpleNamespace(cancel=self.due.clear)
 
     def step(self):
-        """Seconds after which the only one was due."""
+        """Run the only timer; return the seconds after which it was due."""
         ((seconds, function),) = self.due
         self.due.clear()
         function()
@@ -139,14 +139,14 @@ def test_slow_workers_are_checked_only_beside_idle_ones(monkeypatch):
     assert loop.step() == 0
     assert loop.step() == INTERVAL_S
     assert not balanced
-    # It has been silent for longer meanwhile.
+    # The slow worker's task has now run for longer.
     slowness[0] = 2.0
     loop.step()
     assert balanced == [1]
     stuck.processing.pop()
     loop.step()
     assert balanced == [1]
-    # Nobody waits any more: it is looked again when somebody else is free, and not at once.
+    # No task waits any more, so the next check comes only when another worker becomes free.
     stealing_soon.ended(free)
     loop.step()
     assert not loop.due

@@ -1,4 +1,4 @@
-"""Tasks with tiny inputs and outputs: Dask places them, unless they would queue."""
+"""Dask places tasks with tiny inputs and outputs, unless they would have to queue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.simulate.flat import flat, task, workload
 
 N = 4
 KINDS = ("load", "use")
-#: What has never run goes where its inputs are.
+#: Known durations, because tasks of an unknown kind go to their inputs.
 KNOWN = {"distributed.scheduler.default-task-durations": {"use": "1 s"}}
 
 
 def simulated(model, machine):
-    """The run, and how many tasks were placed for which reason."""
+    """Simulate a workload; return the run, and the number of tasks for each reason."""
     placed = []
 
     def install(scheduler):
@@ -41,7 +41,7 @@ def simulated(model, machine):
         ([30_000, MIN_JOIN_NBYTES - 30_001], MIN_JOIN_NBYTES - 1, True),
         ([30_000, MIN_JOIN_NBYTES - 30_000], 0, False),
         ([30_000, 30_000], MIN_JOIN_NBYTES, False),
-        # Not known.
+        # The size of an input is unknown.
         ([0, -1], 0, False),
     ],
 )
@@ -65,7 +65,7 @@ def test_only_small_tasks_are_left_to_dask(nbytes):
 
 
 def test_small_task_that_would_queue_is_not_left_to_dask():
-    """Stock keeps all of them where the input is, until others steal some."""
+    """Stock Dask keeps all tasks at the input until other workers steal some."""
     load = task("('load-0', 0)", s=0.1, nbytes=8, source=True)
     users = [task(f"('use-0', {n})", 0, s=1.0, nbytes=8) for n in range(N)]
     with dask.config.set(KNOWN):
@@ -79,11 +79,11 @@ def test_small_task_of_a_slow_worker_is_not_left_to_dask(monkeypatch):
     loads = [task(f"('load-0', {n})", s=0.1, nbytes=8, source=True) for n in range(N)]
     users = [task(f"('use-0', {n})", n, s=1.0, nbytes=8) for n in range(N)]
     model = workload(*loads, *users, wanted=range(N, 2 * N))
-    # Root tasks are dealt out whoever is slow.
+    # Root tasks are placed by stock Dask, regardless of slow workers.
     monkeypatch.setattr(Placement, "place_root", lambda self, ts, stock: stock)
 
     def ran_on():
-        # One more than there is something to do for.
+        # There is one worker more than needed.
         run, _ = simulated(model, flat(N + 1))
         return [{one.worker for one in run.tasks if kind in str(one.key)} for kind in KINDS]
 

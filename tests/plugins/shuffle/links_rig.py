@@ -1,4 +1,4 @@
-"""Links of a worker for tests of how it chooses a transport."""
+"""Helpers for tests of the choice of a transport: links of a worker, and a fake engine."""
 
 from __future__ import annotations
 

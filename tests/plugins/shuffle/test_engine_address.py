@@ -1,4 +1,4 @@
-"""The address that a worker gives peers for its UCX engine."""
+"""A worker gives peers an address at which they can reach its UCX engine."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_host_name_without_an_address_rules_out_ucx(monkeypatch, error):
         assert (path["path"], path["why_not"]["ucx"]) == ("comm", refused)
         with pytest.raises(ConfigError, match="'worker-3' has none"):
             await links.deliver("peer", "ucx", compose, call)
-        # It may have an address later.
+        # The name may resolve to an address later.
         resolving(monkeypatch, "10.0.0.3")
         assert (await links.accept({"ucx": {}}))["ours"]["host"] == "10.0.0.3"
 

@@ -1,4 +1,4 @@
-"""Tests of the supported kinds of frames, recognised by name without their library."""
+"""Supported kinds of frames are recognised by names of types, without importing their library."""
 
 from __future__ import annotations
 

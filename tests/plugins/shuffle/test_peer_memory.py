@@ -1,4 +1,4 @@
-"""Messages that a worker reads in the memory of a peer on its host."""
+"""A worker reads messages in the memory of a peer on its host, and refuses damaged ones."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_run_that_ends_during_a_negotiation_fails_no_other_run():
         old = asyncio.create_task(links.deliver("peer", "auto", compose, of_the_old_run))
         await asked.wait()
         new = asyncio.create_task(links.deliver("peer", "auto", compose, of_the_new_run))
-        await asyncio.sleep(0)  # it waits for the answer to the old run's question
+        await asyncio.sleep(0)  # `new` waits for the answer to the old run's question
         assert answered == []
         refuse.set()
         with pytest.raises(RunIsOver):

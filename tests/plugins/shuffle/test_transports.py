@@ -1,4 +1,4 @@
-"""Tests that a UCX path knows its bandwidth after a few readings of the kernel."""
+"""A UCX path knows its bandwidth after a few readings of the kernel."""
 
 from __future__ import annotations
 

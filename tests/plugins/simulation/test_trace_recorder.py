@@ -1,4 +1,4 @@
-"""Traces recorded on a live cluster."""
+"""Traces recorded on a live cluster contain all tasks and existing data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_recorded_computation_can_be_replayed(client):
 
 
 def test_existing_data_is_part_of_the_trace(client):
-    # Ones alone are a single number that is looked at in many places.
+    # `ones` alone is a view of a single number, so it is added to.
     x = client.persist(da.ones((40, 40), chunks=20) + 1)
     with client.as_current():
         wait(x)

@@ -1,4 +1,4 @@
-"""Broadcasts to workers of which some fail or stay silent."""
+"""Broadcasts return the answers of responding workers if others fail or stay silent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_answers_arrive_although_some_workers_are_silent():
 
     async def go():
         answers = await ask(cluster, {"op": "x"}, "abcd", 0)
-        # Those that are given up hear of it in the next round.
+        # Abandoned calls are cancelled in the next turn of the loop.
         await asyncio.sleep(0)
         return answers
 

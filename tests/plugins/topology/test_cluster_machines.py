@@ -16,7 +16,7 @@ from dask_gpurt.topology import description
 from dask_gpurt.topology.machine import Machine, MachineReport
 from tests.topology.test_model import DATA
 
-#: 10 MB in a tenth of a second.
+#: Bytes a second of a probe: 10 MB in 0.1 s.
 ANSWER = {"latency_s": 0.0, "transfers": [(10_000_000, 0.1)]}
 RATE = 100e6
 
@@ -62,7 +62,7 @@ class Cluster:
 
 
 class Learner:
-    """Stands in for placement."""
+    """A stand-in for placement."""
 
     def __init__(self, undescribed=()):
         self.told = {}
@@ -88,7 +88,7 @@ async def machines(cluster, probe="auto", name=None):
 
 
 async def settled(found):
-    """Wait for all tasks that it started by itself."""
+    """Wait for all tasks that the machines object started by itself."""
     found.workers_changed()
     await found._probing
 
@@ -166,10 +166,10 @@ def test_links_are_measured_where_placement_uses_them():
         probe = found.summary()["probe"]
         assert (probe["state"], probe["pairs"]) == ("done", 2)
         assert probe["slowest_nbytes_per_s"] == probe["fastest_nbytes_per_s"] == pytest.approx(RATE)
-        # Nothing new: nothing to measure.
+        # No worker is new, so nothing is measured again.
         await settled(found)
         assert len(cluster.probed()) == 2
-        # Who comes later is told what was measured.
+        # A learner that is set later gets all earlier measurements.
         later = Learner()
         found.set_learner(later)
         assert later.told == learner.told
@@ -286,7 +286,7 @@ def test_probe_does_not_run_beside_tasks():
         assert len(cluster.probed()) == 1
         probe = found.summary()["probe"]
         assert (probe["state"], probe["reason"]) == ("stopped", "tasks began to run")
-        # It goes on where it stopped.
+        # The probe continues where it stopped.
         cluster.answers.clear()
         cluster.workers[address(1)].processing.clear()
         await settled(found)
@@ -380,7 +380,7 @@ def test_worker_that_leaves_during_a_request_is_forgotten():
 
         cluster.answers[address(1), "gpurt_machine"] = leave
         assert (await found.describe(probe=False))["workers"] == 1
-        # Another one comes in its place.
+        # Another worker takes its place.
         cluster.workers.update(Cluster(2).workers)
         cluster.answers.clear()
         assert (await found.describe(probe=False))["workers"] == 2
@@ -403,7 +403,7 @@ def test_measurements_of_a_host_end_with_its_last_worker():
             found.remove_worker(address(1, port))
         after = found.summary()["probe"]
         assert (after["pairs"], after["problems"]) == (1, {})
-        # A host that takes its place is measured as it was.
+        # A host that takes its place is measured, too.
         cluster.workers.update(Cluster(2, per_host=2).workers)
         cluster.answers.clear()
         await settled(found)

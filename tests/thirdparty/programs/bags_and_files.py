@@ -1,4 +1,4 @@
-"""Bags, text files, CSV and Parquet with partitions, and a data set of Arrow's."""
+"""A program with bags, text files, CSV, partitioned Parquet, and a data set of Arrow."""
 
 import json
 import pathlib

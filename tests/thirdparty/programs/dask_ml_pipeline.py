@@ -1,4 +1,4 @@
-"""dask-ml: a search over a grid, scaling, clusters, a model in blocks."""
+"""A program with dask-ml: a grid search, scaling, clustering, and a blockwise model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""flox: groups of arrays in each of its three ways, and by two labels at once."""
+"""A program with flox: groups of arrays by each of its three methods, and by two labels."""
 
 import json
 
@@ -18,7 +18,7 @@ if __name__ == "__main__":
             for function in ("sum", "nanmean", "var", "argmax"):
                 got, *_ = flox.groupby_reduce(blocks, months, func=function, method=method)
                 result[f"{method} {function}"] = np.asarray(got).tolist()
-        # Each group has to lie in one chunk.
+        # The blockwise method needs each group in one chunk.
         order = np.sort(months)
         in_groups = blocks.rechunk((6, 60), method="p2p")
         got, *_ = flox.groupby_reduce(in_groups, order, func="nanmedian", method="blockwise")

@@ -1,4 +1,4 @@
-"""Everything of distributed's that is neither a frame nor an array."""
+"""A program with distributed's futures, actors, queues, locks and other primitives."""
 
 import json
 

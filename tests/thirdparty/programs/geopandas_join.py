@@ -1,4 +1,4 @@
-"""dask-geopandas: points are shuffled by where they are, joined with areas, and dissolved."""
+"""A program with dask-geopandas: a spatial shuffle, a join of points with areas, a dissolve."""
 
 import json
 

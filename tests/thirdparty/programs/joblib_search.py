@@ -1,4 +1,4 @@
-"""scikit-learn's grid search and forest over joblib's Dask backend."""
+"""A program with scikit-learn's grid search and forest on joblib's Dask backend."""
 
 import json
 
@@ -13,7 +13,7 @@ if __name__ == "__main__":
     features, labels = make_classification(n_samples=400, n_features=8, random_state=0)
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=":0"):
         search = GridSearchCV(LogisticRegression(), {"C": [0.01, 0.1, 1.0]}, cv=3)
-        # Arrays are scattered beforehand, and their futures are used by every task.
+        # Arrays are scattered first, and every task uses their futures.
         with joblib.parallel_backend("dask", scatter=[features, labels]):
             search.fit(features, labels)
         with joblib.parallel_backend("dask"):

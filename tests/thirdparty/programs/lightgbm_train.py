@@ -1,4 +1,4 @@
-"""LightGBM's Dask estimators, whose workers connect to one another."""
+"""A program with LightGBM's Dask estimators, whose workers connect to one another."""
 
 import json
 
@@ -9,7 +9,7 @@ from distributed import Client
 
 if __name__ == "__main__":
     generator = np.random.default_rng(0)
-    # A handful of values in each column: no bin depends on which worker has which rows.
+    # With few distinct values in a column, bins do not depend on the workers' rows.
     features = generator.integers(0, 8, (2000, 5)).astype("f8")
     target = features[:, 0] * 2 - features[:, 1] + (features[:, 2] > 3) * 5
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=":0") as client:

@@ -1,4 +1,4 @@
-"""prefect-dask: a flow whose tasks run on a cluster, and which uses the cluster's clients."""
+"""A program with prefect-dask: a flow whose tasks run on a cluster and use its clients."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Chunks that are sparse arrays: rechunked, reduced, multiplied."""
+"""A program that rechunks, reduces and multiplies arrays whose chunks are sparse."""
 
 import json
 
@@ -12,7 +12,7 @@ if __name__ == "__main__":
     dense = generator.integers(0, 9, (60, 80)) * (generator.random((60, 80)) > 0.9)
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=":0"):
         blocks = da.from_array(dense, chunks=(10, 80)).map_blocks(sparse.COO)
-        # Stock's peer-to-peer rechunk cannot carry such chunks.
+        # Stock Dask's peer-to-peer rechunk cannot carry such chunks.
         turned = blocks.rechunk((60, 10), method="tasks")
         result = {
             "sum": turned.sum(axis=0).compute().todense().tolist(),

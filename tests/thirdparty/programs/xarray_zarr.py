@@ -1,4 +1,4 @@
-"""xarray: a rechunked data set is written to zarr, opened again, and grouped."""
+"""A program with xarray: a data set is rechunked, written to zarr, opened again, and grouped."""
 
 import json
 import tempfile
@@ -20,11 +20,11 @@ if __name__ == "__main__":
         )
         data.chunk(time=10, y=20, x=30).to_zarr(f"{folder}/by_time.zarr", consolidated=False)
         opened = xarray.open_zarr(f"{folder}/by_time.zarr", consolidated=False)
-        # From chunks of time to chunks of space: everything goes to everybody.
+        # From chunks of time to chunks of space: every worker sends data to every other.
         turned = opened.chunk(time=-1, y=5, x=6).drop_encoding()
         turned.to_zarr(f"{folder}/by_space.zarr", consolidated=False)
         again = xarray.open_zarr(f"{folder}/by_space.zarr", consolidated=False)
-        # A write into a region of a store that is there.
+        # A write into a region of an existing store.
         part = (again * 2).isel(y=slice(0, 10)).drop_vars("time").drop_encoding()
         part.to_zarr(f"{folder}/by_space.zarr", region={"y": slice(0, 10)}, consolidated=False)
         written = xarray.open_zarr(f"{folder}/by_space.zarr", consolidated=False).load()

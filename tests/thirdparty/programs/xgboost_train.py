@@ -1,4 +1,4 @@
-"""XGBoost's Dask interface: frames that were shuffled, arrays that were rechunked."""
+"""A program with XGBoost's Dask interface, on shuffled frames and rechunked arrays."""
 
 import json
 
@@ -11,7 +11,7 @@ from xgboost import dask as dxgb
 
 if __name__ == "__main__":
     generator = np.random.default_rng(0)
-    # A handful of values in each column: no histogram depends on which worker has which rows.
+    # With few distinct values in a column, histograms do not depend on the workers' rows.
     frame = pd.DataFrame(generator.integers(0, 8, (2000, 5)), columns=list("abcde"))
     frame["target"] = frame.a * 2 - frame.b + (frame.c > 3) * 5
     parameters = {"objective": "reg:squarederror", "tree_method": "hist", "max_depth": 3}
