@@ -82,7 +82,7 @@ def split(path: Path, part_nbytes: int) -> list[Part]:
         old.unlink()
     if path.stat().st_size <= part_nbytes:
         return [_described(path)]
-    parts = []
+    parts: list[Part] = []
     with open(path, "rb") as file:
         while data := file.read(part_nbytes):
             part = path.with_name(f"{path.name}.{len(parts)}")

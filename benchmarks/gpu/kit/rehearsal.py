@@ -156,5 +156,5 @@ def faults(results: Mapping[str, Any]) -> Iterator[str]:
         for row in one.get("rows", ()):
             if row["skipped"] and not any(reason in row["skipped"] for reason in no_gpu):
                 yield f"{one['name']}, {row['name']}: {row['skipped']}"
-        if not one.get("tests") and not one.get("rows"):
+        if not any(one.get(kind) for kind in ("modules", "tests", "rows")):
             yield f"{one['name']} has no result"

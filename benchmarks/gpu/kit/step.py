@@ -31,7 +31,7 @@ from benchmarks.gpu.kit.archives import (
     unpack,
     write_json,
 )
-from benchmarks.gpu.kit.steps import STEPS, Step, Work
+from benchmarks.gpu.kit.steps import IMPORTS_S, STEPS, Step, Work
 
 #: The name of a call that carries archives for later ones and runs nothing.
 DELIVER = "deliver"
@@ -69,6 +69,43 @@ def prepare(step: Step, kit: Path, archives: Mapping[str, Archive]) -> dict[str,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, places)]),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "DASK_ROOT_CONFIG": str(defaults),
+    }
+
+
+#: Prints one line a module: its version, or why it cannot be imported.
+_IMPORT = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+        found = {"name": name, "version": str(getattr(module, "__version__", "")), "problem": ""}
+    except Exception as error:
+        found = {"name": name, "version": "", "problem": repr(error)}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def import_all(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Import modules in a process of its own, and return their versions."""
+    began = time.perf_counter()
+    command = [sys.executable, "-c", _IMPORT, *names]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        out, _ = process.communicate(timeout=IMPORTS_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, _ = process.communicate()
+    modules = [json.loads(line) for line in out.splitlines() if line.startswith('{"name"')]
+    bad = [f"{one['name']}: {one['problem']}" for one in modules if one["problem"]]
+    if len(modules) < len(names):
+        bad.append(f"{names[len(modules)]} ended the process, or took longer than {IMPORTS_S:g} s")
+    return {
+        "name": "imports",
+        "took_s": round(time.perf_counter() - began, 2),
+        "problem": "; ".join(bad),
+        "modules": modules,
     }
 
 
@@ -119,7 +156,10 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def summary(result: Mapping[str, Any]) -> str:
     """Return one line about the result of a test module or a section."""
-    if "tests" in result:
+    if "modules" in result:
+        n_good = sum(not one["problem"] for one in result["modules"])
+        told = f"{n_good} modules"
+    elif "tests" in result:
         counts = Counter(test["outcome"] for test in result["tests"])
         told = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
     else:
@@ -139,10 +179,15 @@ def run_step(step: Step, kit: Path, out: Path, environment: Mapping[str, str]) -
     }
     path = out / f"{step.name}.json"
     write_json(path, results)
-    for work in step.works:
-        results["results"].append(run(work, environment, out / f"{step.name}.log"))
-        print(summary(results["results"][-1]), flush=True)
+
+    def keep(result: dict[str, Any]) -> None:
+        results["results"].append(result)
+        print(summary(result), flush=True)
         write_json(path, results)
+
+    keep(import_all(step.imports, environment))
+    for work in step.works:
+        keep(run(work, environment, out / f"{step.name}.log"))
     results["is_complete"] = True
     write_json(path, results)
     return not any(result["problem"] for result in results["results"])

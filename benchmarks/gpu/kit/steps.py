@@ -12,6 +12,8 @@ from dataclasses import dataclass
 CALL_S = 600.0
 #: Seconds of a call that belong to no test and no section.
 START_S = 15.0
+#: The limit of the process that imports the modules of a step.
+IMPORTS_S = 40.0
 #: How fast the machine unpacks an archive, at least.
 UNPACKED_NBYTES_PER_S = 40e6
 
@@ -59,19 +61,27 @@ class Step:
     name: str
     title: str
     archives: tuple[str, ...]
+    #: Modules that must import, in this order, with a GPU and without.
+    imports: tuple[str, ...]
     works: tuple[Work, ...]
 
     def most_s(self, unpacked_nbytes: int) -> float:
         """Return the time that the step takes at most."""
-        limits_s = sum(work.limit_s for work in self.works)
+        limits_s = IMPORTS_S + sum(work.limit_s for work in self.works)
         return START_S + unpacked_nbytes / UNPACKED_NBYTES_PER_S + limits_s
 
+
+_FIRST = ("cupy", "cuda.core", "hypothesis", "pyarrow", "pytest", "pytest_timeout")
+_SECOND = ("dask", "distributed", "distributed_ucxx", "pynvml", "rmm", "ucxx")
+# cuDF cannot be imported after nvCOMP.
+_THIRD = ("cudf", "dask_cudf", "pylibcudf", "nvidia.nvcomp")
 
 STEPS = (
     Step(
         "cupy",
         "the device suite and copies, with CuPy alone",
         ("tests",),
+        _FIRST,
         (
             Work("facts", 30),
             Work("test_cuda_device", 150),
@@ -86,6 +96,7 @@ STEPS = (
         "dask",
         "Dask, RMM and UCX",
         ("tests", "dask"),
+        (*_FIRST, *_SECOND),
         (
             Work("facts", 30),
             Work("test_cuda_memory", 40, "rmm"),
@@ -99,12 +110,14 @@ STEPS = (
         "cudf",
         "cuDF, in the store of task outputs",
         ("tests", "dask", "codecs", "cudf", "older"),
+        (*_FIRST, *_SECOND, *_THIRD),
         (Work("facts", 30), Work("test_store", 200)),
     ),
     Step(
         "exchange",
         "frames, shuffles and codecs",
         ("tests", "dask", "codecs", "cudf", "older"),
+        (*_FIRST, *_SECOND, *_THIRD),
         (
             Work("facts", 30),
             Work("test_frames", 200),
