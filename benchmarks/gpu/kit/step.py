@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from benchmarks.gpu.kit.archives import (
     unpack,
     write_json,
 )
+from benchmarks.gpu.kit.own_package import describe
 from benchmarks.gpu.kit.steps import IMPORTS_S, STEPS, Step, Work
 
 #: The name of a call that carries archives for later ones and runs nothing.
@@ -60,15 +60,12 @@ def prepare(step: Step, kit: Path, archives: Mapping[str, Archive]) -> dict[str,
         began = time.perf_counter()
         if unpack(kit, archives[name], places[-1]):
             print(f"unpacked {name} in {time.perf_counter() - began:.1f} s", flush=True)
-    # Dask looks for defaults where packages are installed. Ours runs from its source.
-    defaults = kit.resolve() / "etc"
-    defaults.mkdir(exist_ok=True)
-    shutil.copy(ROOT / "dask_gpurt" / "gpurt.yaml", defaults)
+    ours = kit.resolve() / "unpacked" / "dask_gpurt"
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, places)]),
+        **describe(ROOT, ours),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ours, *places])),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "DASK_ROOT_CONFIG": str(defaults),
     }
 
 

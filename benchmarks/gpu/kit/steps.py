@@ -99,9 +99,10 @@ STEPS = (
         (*_FIRST, *_SECOND),
         (
             Work("facts", 30),
+            Work("test_environment", 40),
             Work("test_cuda_memory", 40, "rmm"),
-            Work("test_store", 120, "not cudf"),
-            Work("test_frames", 120, "cupy"),
+            Work("test_store", 100, "not cudf"),
+            Work("test_frames", 90, "cupy"),
             Work("tiers", 110),
             Work("shaping", 80),
         ),
@@ -111,7 +112,7 @@ STEPS = (
         "cuDF, in the store of task outputs",
         ("tests", "dask", "codecs", "cudf", "older"),
         (*_FIRST, *_SECOND, *_THIRD),
-        (Work("facts", 30), Work("test_store", 200)),
+        (Work("facts", 30), Work("test_environment", 40), Work("test_store", 200)),
     ),
     Step(
         "exchange",
