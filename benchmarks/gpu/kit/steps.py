@@ -44,7 +44,7 @@ class Work:
             section = [sys.executable, "-m", "benchmarks.gpu", "--only", self.name]
             return [*section, "--json", rows_path]
         # The machine's own plugins of pytest may not fit the pytest of the kit.
-        plugins = ("pytest_timeout", "_hypothesis_pytestplugin", "benchmarks.gpu.kit.outcomes")
+        plugins = ("timeout", "hypothesispytest", "benchmarks.gpu.kit.outcomes")
         return [
             *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
             *(option for plugin in plugins for option in ("-p", plugin)),
