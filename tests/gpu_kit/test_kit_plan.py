@@ -18,9 +18,9 @@ from benchmarks.gpu.kit.plan import (
     COMMAND_LENGTH,
     MIB,
     PlanError,
+    describe,
     plan,
     room_nbytes,
-    told,
 )
 from benchmarks.gpu.kit.step import DELIVER
 from benchmarks.gpu.kit.steps import CALL_S, STEPS, Step, Work
@@ -121,7 +121,7 @@ def test_room_of_a_call_excludes_the_repository():
 
 
 def test_plan_tells_files_command_results_and_limit():
-    text = told(plan(STEPS, real(), FOLDER, ROOM), FOLDER)
+    text = describe(plan(STEPS, real(), FOLDER, ROOM), FOLDER)
     (second,) = [block for block in text.split("\n\n") if block.startswith("call 2")]
     assert second.splitlines() == [
         "call 2: dask: Dask, RMM and UCX",

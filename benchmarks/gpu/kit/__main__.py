@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.gpu.kit.fat_binaries import FatBinaryError
 from benchmarks.gpu.kit.making import make
 from benchmarks.gpu.kit.packages import PACKAGES
-from benchmarks.gpu.kit.plan import PlanError, plan, room_nbytes, told
+from benchmarks.gpu.kit.plan import PlanError, describe, plan, room_nbytes
 from benchmarks.gpu.kit.rehearsal import RehearsalError, rehearse, repository_files
 from benchmarks.gpu.kit.steps import STEPS
 from benchmarks.gpu.kit.wheels import DownloadError
@@ -47,7 +47,7 @@ def architecture(text: str) -> int | None:
     return None if text == "all" else int(text)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -74,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         name = relative(asked.out)
         room = room_nbytes(sum((ROOT / one).stat().st_size for one in repository_files(ROOT)))
-        archives = make(asked.out, PACKAGES, asked.arch, room // (1 << 20) << 20, say)
+        archives = make(asked.out, PACKAGES, asked.arch, room, log)
         calls = plan(STEPS, archives, name, room)
-        say(told(calls, name))
+        log(describe(calls, name))
         problems = []
         if asked.rehearse:
-            say("\nrehearsal")
-            problems = rehearse(ROOT, name, calls, asked.library_path, say)
+            log("\nrehearsal")
+            problems = rehearse(ROOT, name, calls, asked.library_path, log)
     except (DownloadError, FatBinaryError, PlanError, RehearsalError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

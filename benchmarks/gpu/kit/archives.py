@@ -39,13 +39,13 @@ class Archive:
 
     Attributes
     ----------
-    made_of
+    recipe
         Its packages and their pruning, to tell whether an archive is still the right one.
     unpacked_nbytes
         Size of the files in it.
     """
 
-    made_of: str
+    recipe: str
     unpacked_nbytes: int
     parts: tuple[Part, ...]
 
@@ -55,7 +55,7 @@ class Archive:
         return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
 
 
-def pack(source: Path, target: Path, part_nbytes: int, made_of: str) -> Archive:
+def pack(source: Path, target: Path, part_nbytes: int, recipe: str) -> Archive:
     """Compress a folder into `target`, or into `target.0`, `target.1`, ... if it is too large.
 
     Equal folders give equal archives: times and owners are left out.
@@ -73,7 +73,7 @@ def pack(source: Path, target: Path, part_nbytes: int, made_of: str) -> Archive:
         for path in sorted(source.rglob("*")):
             if path.is_symlink() or not path.is_dir():
                 tar.add(path, str(path.relative_to(source)), recursive=False, filter=plain)
-    return Archive(made_of, unpacked_nbytes, tuple(split(target, part_nbytes)))
+    return Archive(recipe, unpacked_nbytes, tuple(split(target, part_nbytes)))
 
 
 def split(path: Path, part_nbytes: int) -> list[Part]:
@@ -186,7 +186,7 @@ def read_manifest(folder: Path) -> dict[str, Archive]:
         found = json.loads(path.read_text())
         return {
             name: Archive(
-                one["made_of"],
+                one["recipe"],
                 one["unpacked_nbytes"],
                 tuple(Part(**part) for part in one["parts"]),
             )

@@ -27,7 +27,7 @@ def make(
     packages: Mapping[str, Sequence[str]],
     architecture: int | None,
     part_nbytes: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Archive]:
     """Make the archives that the folder lacks, and return all of them.
 
@@ -38,8 +38,8 @@ def make(
     """
     archives = _present(folder)
     for name, requirements in packages.items():
-        made_of = _made_of(name, requirements, architecture, part_nbytes)
-        if name in archives and archives[name].made_of == made_of:
+        recipe = _recipe(name, requirements, architecture)
+        if name in archives and _is_usable(archives[name], recipe, part_nbytes):
             continue
         began = time.perf_counter()
         wheels = download(requirements, folder / "wheels")
@@ -47,23 +47,25 @@ def make(
             unpack_wheels(wheels, Path(scratch))
             if architecture is not None and name == PRUNED[0]:
                 pruned = prune(Path(scratch, PRUNED[1]), architecture)
-                say(
+                log(
                     f"{PRUNED[1]}: kept {pruned.kept_nbytes / MIB:.0f} MiB of GPU code, removed"
                     f" {pruned.zeroed_nbytes / MIB:.0f} MiB"
                 )
-            archives[name] = pack(Path(scratch), folder / f"{name}.tar.xz", part_nbytes, made_of)
+            archives[name] = pack(Path(scratch), folder / f"{name}.tar.xz", part_nbytes, recipe)
         nbytes = sum(part.nbytes for part in archives[name].parts)
         took_s = time.perf_counter() - began
-        say(f"{name}: {nbytes / MIB:.1f} MiB, {len(wheels)} wheels, made in {took_s:.0f} s")
+        log(f"{name}: {nbytes / MIB:.1f} MiB, {len(wheels)} wheels, made in {took_s:.0f} s")
         write_manifest(folder, archives)
     return archives
 
 
-def _made_of(
-    name: str, requirements: Sequence[str], architecture: int | None, part_nbytes: int
-) -> str:
-    pruning = f" for {architecture or 'all'}" if name == PRUNED[0] else ""
-    return f"{' '.join(requirements)}{pruning}, parts of {part_nbytes // MIB} MiB"
+def _recipe(name: str, requirements: Sequence[str], architecture: int | None) -> str:
+    pruning = f", architecture {architecture or 'all'}" if name == PRUNED[0] else ""
+    return " ".join(requirements) + pruning
+
+
+def _is_usable(archive: Archive, recipe: str, part_nbytes: int) -> bool:
+    return archive.recipe == recipe and all(part.nbytes <= part_nbytes for part in archive.parts)
 
 
 def _present(folder: Path) -> dict[str, Archive]:

@@ -16,7 +16,7 @@ NAME = "dask-gpurt"
 
 
 def describe(root: Path, folder: Path) -> dict[str, str]:
-    """Write the description into a folder, and return what the environment has to say.
+    """Write the description into a folder, and return the variables to set.
 
     Parameters
     ----------

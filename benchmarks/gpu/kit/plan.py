@@ -131,7 +131,7 @@ def _command(name: str, folder: str) -> str:
     return command
 
 
-def told(calls: Sequence[Call], folder: str) -> str:
+def describe(calls: Sequence[Call], folder: str) -> str:
     """Return the plan as text."""
     lines = [
         f"{len(calls)} calls. Make them one after the other on one machine, each in the root of a",

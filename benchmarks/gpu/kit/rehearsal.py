@@ -58,7 +58,7 @@ def rehearse(
     folder: str,
     calls: Sequence[Call],
     library_path: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[str]:
     """Make all calls, and return what was wrong.
 
@@ -72,7 +72,7 @@ def rehearse(
     problems = []
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
         here = Path(scratch)
-        environment = _environment(here, library_path, say)
+        environment = _environment(here, library_path, log)
         for call in calls:
             out = here / "out"
             shutil.rmtree(out, ignore_errors=True)
@@ -83,14 +83,14 @@ def rehearse(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / name, target)
             began = time.perf_counter()
-            found = list(_made(call, here, environment))
+            found = list(_problems_of(call, here, environment))
             took_s = time.perf_counter() - began
-            say(f"{call.name}: carried {call.nbytes / MIB:.1f} MiB, took {took_s:.0f} s")
+            log(f"{call.name}: carried {call.nbytes / MIB:.1f} MiB, took {took_s:.0f} s")
             problems += [f"{call.name}: {problem}" for problem in found]
     return problems
 
 
-def _environment(here: Path, library_path: str, say: Callable[[str], None]) -> dict[str, str]:
+def _environment(here: Path, library_path: str, log: Callable[[str], None]) -> dict[str, str]:
     """An environment with the packages of the machine, and nothing of ours."""
     began = time.perf_counter()
     python = here / "python"
@@ -98,7 +98,7 @@ def _environment(here: Path, library_path: str, say: Callable[[str], None]) -> d
     install = [str(python / "bin" / "pip"), "install", "--quiet", *MACHINE]
     if subprocess.run(install, check=False).returncode:
         raise RehearsalError(f"pip cannot install what the machine has: {' '.join(MACHINE)}")
-    say(f"installed the machine's packages in {time.perf_counter() - began:.0f} s")
+    log(f"installed the machine's packages in {time.perf_counter() - began:.0f} s")
     (here / "home").mkdir()
     environment = {
         "HOME": str(here / "home"),
@@ -109,7 +109,7 @@ def _environment(here: Path, library_path: str, say: Callable[[str], None]) -> d
     return environment | ({"LD_LIBRARY_PATH": library_path} if library_path else {})
 
 
-def _made(call: Call, here: Path, environment: Mapping[str, str]) -> Iterator[str]:
+def _problems_of(call: Call, here: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """Run the command of a call; what was wrong."""
     try:
         done = subprocess.run(

@@ -155,15 +155,15 @@ def summary(result: Mapping[str, Any]) -> str:
     """Return one line about the result of a test module or a section."""
     if "modules" in result:
         n_good = sum(not one["problem"] for one in result["modules"])
-        told = f"{n_good} modules"
+        text = f"{n_good} modules"
     elif "tests" in result:
         counts = Counter(test["outcome"] for test in result["tests"])
-        told = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+        text = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
     else:
         n_skipped = sum(bool(row["skipped"]) for row in result["rows"])
-        told = f"{len(result['rows']) - n_skipped} rows, {n_skipped} skipped"
+        text = f"{len(result['rows']) - n_skipped} rows, {n_skipped} skipped"
     problem = f"; {result['problem']}" if result["problem"] else ""
-    return f"{result['name']:20} {result['took_s']:7.1f} s  {told}{problem}"
+    return f"{result['name']:20} {result['took_s']:7.1f} s  {text}{problem}"
 
 
 def run_step(step: Step, kit: Path, out: Path, environment: Mapping[str, str]) -> bool:
