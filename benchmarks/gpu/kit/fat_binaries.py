@@ -60,7 +60,10 @@ def prune(path: Path, architecture: int) -> Pruned:
     kept_nbytes = zeroed_nbytes = 0
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         # Read everything before the first write: an error leaves the file as it was.
-        containers = list(_containers(data))
+        try:
+            containers = list(_containers(data))
+        except FatBinaryError as error:
+            raise FatBinaryError(f"{path}: {error}") from error
         found = {code.architecture for one in containers for code in one if code.is_machine_code}
         if architecture not in found:
             has = ", ".join(f"{one}" for one in sorted(found)) or "none"

@@ -60,7 +60,9 @@ def rehearse(
     library_path: str,
     log: Callable[[str], None],
 ) -> list[str]:
-    """Make all calls, and return what was wrong.
+    """Make all calls, and return the problems.
+
+    The files that the calls write stay in the folder `rehearsal` of the kit.
 
     Parameters
     ----------
@@ -85,17 +87,18 @@ def rehearse(
             began = time.perf_counter()
             found = list(_problems_of(call, here, environment))
             took_s = time.perf_counter() - began
+            shutil.copytree(out, root / folder / "rehearsal", dirs_exist_ok=True)
             log(f"{call.name}: carried {call.nbytes / MIB:.1f} MiB, took {took_s:.0f} s")
             problems += [f"{call.name}: {problem}" for problem in found]
     return problems
 
 
 def _environment(here: Path, library_path: str, log: Callable[[str], None]) -> dict[str, str]:
-    """An environment with the packages of the machine, and nothing of ours."""
+    """Return variables of an environment that has the machine's packages and none of ours."""
     began = time.perf_counter()
     python = here / "python"
     subprocess.run([find_python(), "-m", "venv", str(python)], check=True)
-    install = [str(python / "bin" / "pip"), "install", "--quiet", *MACHINE]
+    install = [str(python / "bin" / "pip"), "install", "-qq", *MACHINE]
     if subprocess.run(install, check=False).returncode:
         raise RehearsalError(f"pip cannot install what the machine has: {' '.join(MACHINE)}")
     log(f"installed the machine's packages in {time.perf_counter() - began:.0f} s")
@@ -110,7 +113,7 @@ def _environment(here: Path, library_path: str, log: Callable[[str], None]) -> d
 
 
 def _problems_of(call: Call, here: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """Run the command of a call; what was wrong."""
+    """Run the command of a call, and yield the problems."""
     try:
         done = subprocess.run(
             ["bash", "-c", call.command],
@@ -135,10 +138,10 @@ def _problems_of(call: Call, here: Path, environment: Mapping[str, str]) -> Iter
 
 
 def faults(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the results of a step.
+    """Yield the problems in the results of a step.
 
-    On a machine without a GPU, all that is skipped is skipped because there is none. The section
-    `facts` says so in the words that the others use.
+    Without a GPU, the lack of one is the only reason to skip. The section `facts` gives the reason
+    in the same words as the tests.
     """
     if not results["is_complete"]:
         yield "is not complete"
