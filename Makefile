@@ -139,7 +139,7 @@ $(VENV)/bin/python:
 	$(call make_venv,$(VENV),$(PYTHON))
 
 $(WHEEL): $(SOURCES) | $(VENV)/bin/python
-	rm -rf build
+	rm -rf build/bdist.* build/lib build/wheel
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 	touch $@
 

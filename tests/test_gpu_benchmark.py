@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import copies, pipeline, shaping, tiers
 from benchmarks.gpu.kernels import SOURCES
-from benchmarks.gpu.report import Row, row_of
+from benchmarks.gpu.report import Row, parse_row
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
@@ -78,7 +78,7 @@ def test_tiers_hold_the_budget_and_every_value():
     assert found["cold_at_the_end"] >= 12
     assert found["most_used_nbytes"] <= found["capacity_nbytes"]
     assert found["read_nbytes"] == 2 * 16 * 8192
-    row = tiers.compared(found, found, 1)
+    row = tiers.compare(found, found, 1)
     assert row.ratio == 1.0
 
 
@@ -89,11 +89,13 @@ def test_tiers_hold_the_budget_and_every_value():
 def broken(monkeypatch, tmp_path):
     """Replace the sections by ones that fail in every possible way."""
     ways = {
-        "fine": "say(Row('one', 1.0, 'GB/s', 0.5, 'this / that', '<= 0.6'))",
-        "raises": "say(Row('before', 2.0)); raise OSError('no such device')",
-        "dies": "say(Row('before', 3.0)); os._exit(7)",
-        "chatters": "print('not a row'); print('[1]'); say(Row('after', 4.0))",
-        "hangs": "say(Row('before', 5.0)); open(os.environ['SAID'], 'w'); threading.Event().wait()",
+        "fine": "report(Row('one', 1.0, 'GB/s', 0.5, 'this / that', '<= 0.6'))",
+        "raises": "report(Row('before', 2.0)); raise OSError('no such device')",
+        "dies": "report(Row('before', 3.0)); os._exit(7)",
+        "chatters": "print('not a row'); print('[1]'); report(Row('after', 4.0))",
+        "hangs": (
+            "report(Row('before', 5.0)); open(os.environ['SAID'], 'w'); threading.Event().wait()"
+        ),
     }
     package = tmp_path / "benchmarks" / "gpu"
     package.mkdir(parents=True)
@@ -101,10 +103,10 @@ def broken(monkeypatch, tmp_path):
         (package / f"{name}.py").write_text(
             "import os, threading\n"
             "from benchmarks.gpu.report import Row\n"
-            "def why_not(): return ''\n"
-            f"def run(say):\n    {does}\n"
+            "def skip_reason(): return ''\n"
+            f"def run(report):\n    {does}\n"
         )
-    (package / "absent.py").write_text("def why_not(): return 'nothing to run on'\n")
+    (package / "absent.py").write_text("def skip_reason(): return 'nothing to run on'\n")
     starts = tmp_path / "start.py"
     starts.write_text(
         "import sys, benchmarks.gpu\n"
@@ -173,10 +175,10 @@ def test_result_file_is_complete_after_each_section(broken, monkeypatch):
 
 def test_rows_survive_json():
     row = Row("copy", 1.5, "GB/s", 0.5, "this / that", "<= 1", details={"n": [1, 2]})
-    assert row_of(row.to_json()) == row
-    assert row_of(Row("x", np.float32(0.5)).to_json()) == Row("x", 0.5)
-    assert row_of("anything else") is None
-    assert row_of('{"name": "x", "another": 1}') is None
+    assert parse_row(row.to_json()) == row
+    assert parse_row(Row("x", np.float32(0.5)).to_json()) == Row("x", 0.5)
+    assert parse_row("anything else") is None
+    assert parse_row('{"name": "x", "another": 1}') is None
 
 
 def test_benchmark_takes_less_than_eight_minutes():
@@ -187,7 +189,7 @@ def test_benchmark_takes_less_than_eight_minutes():
 @pytest.mark.parametrize("name", command.SECTIONS)
 def test_sections_say_why_they_are_skipped_without_a_gpu(name, capsys):
     command.run_here(name)
-    row = row_of(capsys.readouterr().out)
+    row = parse_row(capsys.readouterr().out)
     assert row.name == name
     assert "CuPy" in row.skipped or "CUDA" in row.skipped
 
@@ -325,7 +327,7 @@ def test_unhooked_compute_kernel_shapes_itself(monkeypatch):
     sides.compute()
     with shaped(Planner(SM90, 2), lambda: True, hook):
         sides.compute()
-    sides.asks = None
+    sides.hook = None
     sides.compute()
     assert kernel.carried == [0, 76928, 0]
     assert kernel.preferred_shared_memory_carveout == 100
@@ -349,7 +351,7 @@ def test_launch_cost_is_measured_with_and_without_the_hook(monkeypatch):
 
     monkeypatch.setattr(shaping, "kernel", lambda name: launch)
     beside = shaping.Beside(SM90, Launch(512, 32, 0, 24 << 10))
-    row = shaping.cost_of_a_launch(launches, beside)
+    row = shaping.launch_cost(launches, beside)
     assert set(launched) == {(False, False), (True, False), (True, True)}
     assert launches.hook is hook
     assert row.value == row.details["more_s"]["shaped"] * 1e6
@@ -358,4 +360,4 @@ def test_launch_cost_is_measured_with_and_without_the_hook(monkeypatch):
 def test_sides_are_calibrated_to_the_wanted_duration(experiment, monkeypatch):
     times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 4.0])
     monkeypatch.setattr(shaping.time, "perf_counter", lambda: next(times))
-    assert experiment.calibrated(lambda: None, "rounds", 0.25) == 50
+    assert experiment.calibrate(lambda: None, "rounds", 0.25) == 50

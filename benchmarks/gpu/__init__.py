@@ -1,1 +1,1 @@
-"""What a GPU does with the runtime's devices room, in one command: `python -m benchmarks.gpu`."""
+"""Benchmark of the devices room on a real GPU: `python -m benchmarks.gpu`."""

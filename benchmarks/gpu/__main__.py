@@ -1,8 +1,8 @@
-"""Runs the sections of the GPU benchmark, each in a process of its own, and writes JSON as it goes.
+"""Runs the sections of the GPU benchmark and writes their rows to a JSON file.
 
-A kernel that fails ends all work of its process on the device, and a library that is missing or
-broken is a matter of its section alone: so no section can lose the rows of another, nor those that
-it has said itself. `--json` names the file, which is whole after each section.
+Each section has a process of its own. A kernel that fails ends all GPU work of its process, and a
+broken library may end the process. Other sections still run, and rows reported earlier are kept.
+The file that `--json` names is complete after each section.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.gpu.report import Row, row_of
+from benchmarks.gpu.report import Row, parse_row
 
-#: Section to the most seconds that it may take. Together they stay under eight minutes.
+#: The time limit of each section, in seconds. Together they take less than eight minutes.
 SECTIONS = {
     "facts": 30.0,
     "copies": 60.0,
@@ -34,41 +34,44 @@ SECTIONS = {
 
 
 def run_section(name: str, limit_s: float) -> list[Row]:
-    """Rows of a section, and one more that says how it ended unless it ended well."""
+    """Run a section in a new process and return its rows.
+
+    If the process fails, the last row gives the reason.
+    """
     command = [sys.executable, "-m", "benchmarks.gpu", "--section", name]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, errors = process.communicate(timeout=limit_s)
-        ended = "" if process.returncode == 0 else f"ended with {process.returncode}"
+        problem = "" if process.returncode == 0 else f"ended with {process.returncode}"
     except subprocess.TimeoutExpired:
         process.kill()
         out, errors = process.communicate()
-        ended = f"took longer than {limit_s:g} s"
-    rows = [row for line in out.splitlines() if (row := row_of(line)) is not None]
-    if ended:
-        last = errors.strip().splitlines()[-1:]
+        problem = f"took longer than {limit_s:g} s"
+    rows = [row for line in out.splitlines() if (row := parse_row(line)) is not None]
+    if problem:
+        last_line = errors.strip().splitlines()[-1:]
         rows.append(
-            Row(name, skipped=": ".join([ended, *last]), details={"stderr": errors[-4000:]})
+            Row(name, skipped=": ".join([problem, *last_line]), details={"stderr": errors[-4000:]})
         )
     return rows
 
 
 def run_here(name: str) -> None:
-    """A section, in this process: its rows go to standard output, one a line."""
+    """Run a section in this process and print its rows, one a line."""
 
-    def say(row: Row) -> None:
+    def report(row: Row) -> None:
         print(row.to_json(), flush=True)
 
     section = importlib.import_module(f"benchmarks.gpu.{name}")
-    why_not = section.why_not()
-    if why_not:
-        say(Row(name, skipped=why_not))
+    reason = section.skip_reason()
+    if reason:
+        report(Row(name, skipped=reason))
     else:
-        section.run(say)
+        section.run(report)
 
 
 def versions() -> dict[str, str]:
-    """Of whatever is installed that has a part in this."""
+    """Return the versions of Python and of the packages that the benchmark uses."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "processor": platform.machine()}
@@ -92,15 +95,16 @@ def versions() -> dict[str, str]:
 
 
 def write(path: str, results: dict[str, Any]) -> None:
-    """All of it or nothing: whoever reads meanwhile sees the last whole file."""
+    """Replace the result file. A reader sees the old file or the new one, never a part."""
     with open(f"{path}.new", "w") as file:
         json.dump(results, file, indent=1)
     os.replace(f"{path}.new", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
-    parser.add_argument("--json", default="gpu.json", help="where results go")
+    parser.add_argument("--json", default="gpu.json", help="the file for results")
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""nvCOMP's codecs on columns as shuffles have them: rates and what they make of the bytes."""
+"""Section that measures nvCOMP's codecs on typical columns: rates and compression ratios."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
@@ -15,11 +15,12 @@ REPEATS = 5
 ALGORITHMS = ("LZ4", "Snappy", "Zstd", "Cascaded", "Bitcomp", "ANS", "GDeflate")
 
 
-def why_not() -> str:
-    if (why := why_no_cuda()) is not None:
-        return why
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
+    if (reason := why_no_cuda()) is not None:
+        return reason
     try:
-        # cuDF does not import any more after nvCOMP.
+        # cuDF cannot be imported after nvCOMP.
         import cudf  # noqa: F401
     except ImportError:
         pass
@@ -31,6 +32,7 @@ def why_not() -> str:
 
 
 def columns() -> dict[str, np.ndarray]:
+    """Return columns like those in shuffles, by name."""
     rng = np.random.default_rng(7)
     return {
         "int64 sequential": np.arange(N_VALUES, dtype=np.int64),
@@ -40,17 +42,19 @@ def columns() -> dict[str, np.ndarray]:
     }
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Measure each codec on each column."""
     for name, column in columns().items():
         for algorithm in ALGORITHMS:
             try:
-                say(measure(algorithm, name, column))
+                report(measure(algorithm, name, column))
             except Exception as error:
-                # One codec that does not take a column is no reason to go without the others.
-                say(Row(f"{algorithm}, {name}", skipped=repr(error)))
+                # The other codecs may still take this column.
+                report(Row(f"{algorithm}, {name}", skipped=repr(error)))
 
 
 def measure(algorithm: str, name: str, column: np.ndarray) -> Row:
+    """Encode and decode a column, and compare the result with it."""
     import cupy
     from nvidia import nvcomp
 
@@ -60,21 +64,21 @@ def measure(algorithm: str, name: str, column: np.ndarray) -> Row:
         stream.synchronize()
         codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream.ptr)
         source = nvcomp.as_array(raw, cuda_stream=stream.ptr)
-        made: dict[str, Any] = {}
+        results: dict[str, Any] = {}
 
         def encode() -> None:
-            made["encoded"] = codec.encode(source)
+            results["encoded"] = codec.encode(source)
             stream.synchronize()
 
         def decode() -> None:
-            made["decoded"] = codec.decode(made["encoded"])
+            results["decoded"] = codec.decode(results["encoded"])
             stream.synchronize()
 
         took_s = medians_s({"encode": encode, "decode": decode}, REPEATS)
-        back = cupy.asarray(made["decoded"]).view(cupy.uint8)
-        is_same = bool((back == raw).all())
-    encoded_nbytes = int(made["encoded"].buffer_size)
-    rates = {what: column.nbytes / s / 1e9 for what, s in took_s.items()}
+        decoded = cupy.asarray(results["decoded"]).view(cupy.uint8)
+        is_same = bool((decoded == raw).all())
+    encoded_nbytes = int(results["encoded"].buffer_size)
+    rates = {step: column.nbytes / s / 1e9 for step, s in took_s.items()}
     return Row(
         f"{algorithm}, {name}",
         rates["decode"],

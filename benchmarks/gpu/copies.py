@@ -1,4 +1,4 @@
-"""Copies between host and device: pinned host memory against memory that is not."""
+"""Section that copies between host and device, with pinned and with pageable host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s, open_device
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 from dask_gpurt.devices.device import Device
@@ -16,13 +16,15 @@ NBYTES = 256 << 20
 REPEATS = 7
 
 
-def why_not() -> str:
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
     return why_no_cuda() or ""
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Run the section on the first GPU."""
     device = open_device(2 * NBYTES)
-    measure(device, device.driver.pin, NBYTES, REPEATS, say)
+    measure(device, device.driver.pin, NBYTES, REPEATS, report)
     device.close()
 
 
@@ -31,18 +33,18 @@ def measure(
     pin: Callable[[int], np.ndarray],
     nbytes: int,
     repeats: int,
-    say: Say,
+    report: Report,
 ) -> None:
-    """Rates both ways, and that a pool of pinned blocks asks the system once."""
+    """Report the rates of copies in both directions, and the allocations of a warm pinned pool."""
     stream = device.stream("copies")
     buffer = device.allocate(nbytes, stream)
     memory = {"pinned": pin(nbytes), "pageable": np.empty(nbytes, np.uint8)}
-    for one in memory.values():
-        one.fill(1)  # pages that were never touched would be made in the midst of a copy
+    for array in memory.values():
+        array.fill(1)  # otherwise the first copy would also allocate the pages
 
-    def copied(kind: str, way: str) -> Callable[[], None]:
+    def copier(kind: str, direction: str) -> Callable[[], None]:
         def copy() -> None:
-            if way == "in":
+            if direction == "in":
                 stream.to_device(buffer, memory[kind])
             else:
                 stream.to_host(memory[kind], buffer)
@@ -50,12 +52,12 @@ def measure(
 
         return copy
 
-    for way, what in (("in", "host to device"), ("out", "device to host")):
-        took_s = medians_s({kind: copied(kind, way) for kind in memory}, repeats)
+    for direction, name in (("in", "host to device"), ("out", "device to host")):
+        took_s = medians_s({kind: copier(kind, direction) for kind in memory}, repeats)
         rates = {kind: nbytes / s / 1e9 for kind, s in took_s.items()}
-        say(
+        report(
             Row(
-                f"copy, {what}",
+                f"copy, {name}",
                 rates["pinned"],
                 "GB/s",
                 took_s["pinned"] / took_s["pageable"],
@@ -68,6 +70,6 @@ def measure(
     n_warm = pool.n_allocations
     for _ in range(20):
         pool.give_back(pool.take(nbytes // 2))
-    n_more = pool.n_allocations - n_warm
-    say(Row("pinned pool, allocations after warm-up", n_more, "", target="0"))
+    n_allocations = pool.n_allocations - n_warm
+    report(Row("pinned pool, allocations after warm-up", n_allocations, "", target="0"))
     buffer.free(stream)

@@ -1,8 +1,8 @@
-"""A shuffle of cuDF partitions between two worker processes on one GPU: stock Dask and enabled.
+"""Section that shuffles cuDF partitions between two workers on one GPU: stock Dask against ours.
 
-Dask's own connections, which stock Dask sends by, are UCX's where distributed-ucxx is installed:
-that moves device memory between processes by CUDA IPC. Else they are TCP's, through the host. The
-runtime has links over UCX of its own, wherever there is ucxx.
+If distributed-ucxx is installed, stock Dask sends over UCX, which moves device memory between
+processes by CUDA IPC. Otherwise it sends over TCP, through the host. The runtime opens UCX links of
+its own if ucxx is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
@@ -21,9 +21,10 @@ REPEATS = 3
 _ROW_NBYTES = 24
 
 
-def why_not() -> str:
-    if (why := why_no_cuda()) is not None:
-        return why
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
+    if (reason := why_no_cuda()) is not None:
+        return reason
     for name in ("cudf", "dask_cudf", "distributed", "rmm"):
         try:
             __import__(name)
@@ -33,6 +34,7 @@ def why_not() -> str:
 
 
 def part(number: int, rows: int) -> Any:
+    """Make one partition."""
     import cudf
     import cupy
 
@@ -42,12 +44,14 @@ def part(number: int, rows: int) -> Any:
 
 
 def use_pool(nbytes: int) -> None:
+    """Let RMM allocate from a pool, in the process of a worker."""
     import rmm
 
     rmm.reinitialize(pool_allocator=True, initial_pool_size=nbytes)
 
 
 def protocol() -> str:
+    """Return the protocol of Dask's connections."""
     try:
         import distributed_ucxx  # noqa: F401
     except ImportError:
@@ -55,7 +59,8 @@ def protocol() -> str:
     return "ucxx"
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Shuffle on a stock cluster and on an enabled one, in turns."""
     import dask
     from distributed import Client, LocalCluster
 
@@ -77,16 +82,16 @@ def run(say: Say) -> None:
             if side == "enabled":
                 dask_gpurt.enable(client)
             try:
-                sides[side], lengths[side] = prepared(client)
+                sides[side], lengths[side] = prepare(client)
             except Exception as error:
-                # Whether stock Dask can shuffle such frames at all depends on its version.
-                say(Row(f"shuffle of device frames, {side}", skipped=repr(error)))
+                # Not every version of stock Dask can shuffle such frames.
+                report(Row(f"shuffle of device frames, {side}", skipped=repr(error)))
         if not sides:
             return
         took_s = medians_s(sides, REPEATS)
         nbytes = N_PARTS * ROWS * _ROW_NBYTES
         is_compared = len(sides) == 2
-        say(
+        report(
             Row(
                 f"shuffle of device frames over {over}",
                 nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9,
@@ -98,8 +103,8 @@ def run(say: Say) -> None:
         )
 
 
-def prepared(client: Any) -> tuple[Callable[[], None], int]:
-    """A shuffle that can be timed, and how many rows come out of it."""
+def prepare(client: Any) -> tuple[Callable[[], None], int]:
+    """Return a function that runs the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
     from distributed import wait
 

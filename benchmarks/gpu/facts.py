@@ -1,19 +1,21 @@
-"""Which device this is: what CuPy says of it, and what NVML adds where it is installed."""
+"""Section that describes the device, from CuPy and, where it is installed, from NVML."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 
 
-def why_not() -> str:
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
     return why_no_cuda() or ""
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Report one row with the facts."""
     import cupy
 
     driver = CupyDriver()
@@ -30,11 +32,11 @@ def run(say: Say) -> None:
         "bus": runtime.deviceGetPCIBusId(driver.number),
     }
     details |= nvml_facts(details["bus"])
-    say(Row("device", driver.total_nbytes / 2**30, "GiB", details=details))
+    report(Row("device", driver.total_nbytes / 2**30, "GiB", details=details))
 
 
 def nvml_facts(bus: str) -> dict[str, Any]:
-    """The driver's release and the link to the host; empty where NVML does not answer."""
+    """Return the driver's version and the link to the host; empty if NVML does not answer."""
     try:
         import pynvml
     except ImportError:

@@ -1,6 +1,6 @@
-"""Kernels of the GPU benchmark and tests, as CUDA C++ source and as what CuPy makes of it.
+"""Kernels of the GPU benchmark and of the GPU tests: CUDA C++ sources, and CuPy's kernels of them.
 
-The sources are compiled for sm_90 by a test that needs no GPU.
+A test that needs no GPU compiles the sources for sm_90.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-#: Adds 1 to each byte so many times over, not in one go, so that rounds cost time.
+#: Adds 1 to each byte, once a round. The compiler cannot merge the rounds, so each costs time.
 ADD_ROUNDS = r"""
 extern "C" __global__ void add_rounds(unsigned char* data, long long nbytes, int rounds) {
     const long long step = (long long)gridDim.x * blockDim.x;
@@ -20,7 +20,8 @@ extern "C" __global__ void add_rounds(unsigned char* data, long long nbytes, int
 }
 """
 
-#: Waits until the host opens the gate, or for so many nanoseconds: a test that fails must end.
+#: Waits until the host opens the gate. It also ends after a time limit, because a failing test
+#: must end too.
 GATE = r"""
 extern "C" __global__ void gate(const volatile int* is_open, long long most_ns) {
     long long began, now;
@@ -32,8 +33,8 @@ extern "C" __global__ void gate(const volatile int* is_open, long long most_ns) 
 }
 """
 
-#: Fused multiply-adds out of registers: as long as its blocks are resident, its speed is that of
-#: their number. Says when the first of its launches began.
+#: Multiplies and adds in registers. Its speed depends only on the number of resident blocks. It
+#: also records when its first launch began.
 COMPUTE = r"""
 extern "C" __global__ void __launch_bounds__(256, 4)
 compute(float* out, int rounds, unsigned long long* began) {
@@ -56,8 +57,8 @@ compute(float* out, int rounds, unsigned long long* began) {
 }
 """
 
-#: As kernels of communication: few, large blocks with shared memory, which copy. Says when the
-#: first of its launches began.
+#: Copies as a communication library does: with few large blocks, through shared memory. It also
+#: records when its first launch began.
 COMMUNICATE = r"""
 extern "C" __global__ void __launch_bounds__(512)
 communicate(uint4* target, const uint4* source, long long n, unsigned long long* began) {
@@ -75,7 +76,7 @@ communicate(uint4* target, const uint4* source, long long n, unsigned long long*
 }
 """
 
-#: Tells what a launch carried.
+#: Writes the size of the dynamic shared memory that a launch requested.
 SHARED_NBYTES = r"""
 extern "C" __global__ void shared_nbytes(unsigned int* out) {
     unsigned int nbytes;
@@ -95,14 +96,14 @@ SOURCES = {
 
 @functools.cache
 def kernel(name: str) -> Any:
-    """A `cupy.RawKernel`, compiled when it is first launched."""
+    """Return a `cupy.RawKernel`, which is compiled at its first launch."""
     import cupy
 
     return cupy.RawKernel(SOURCES[name], name)
 
 
 def add_rounds(array: Any, rounds: int) -> None:
-    """On the current stream."""
+    """Launch `ADD_ROUNDS` on the current stream."""
     import numpy as np
 
     blocks = min(132 * 8, -(-array.nbytes // 256))

@@ -1,7 +1,7 @@
-"""Copy in, compute, copy out: overlapped by the port's streams and events, against one by one.
+"""Section that overlaps copies in, computation and copies out, and compares with serial execution.
 
-The three stages are made to take equally long, so the best that three lanes can do is a third of
-the serial time and the two stages that fill and drain the pipeline.
+The three stages take equally long. The shortest possible time is therefore a third of the serial
+time, and two more stages that fill and drain the pipeline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s, open_device
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 from dask_gpurt.devices.device import Device, Event, Priority
@@ -22,19 +22,21 @@ N_CHUNKS, N_BUFFERS = 24, 4
 REPEATS = 7
 
 
-def why_not() -> str:
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
     return why_no_cuda() or ""
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Run the section on the first GPU."""
     from benchmarks.gpu.kernels import add_rounds
 
     device = open_device(N_BUFFERS * CHUNK_NBYTES)
     pin = device.driver.pin
     host = [pin(CHUNK_NBYTES) for _ in range(2 * N_BUFFERS)]
-    for one in host:
-        one.fill(1)
-    measure(device, host[:N_BUFFERS], host[N_BUFFERS:], add_rounds, N_CHUNKS, REPEATS, say)
+    for array in host:
+        array.fill(1)
+    measure(device, host[:N_BUFFERS], host[N_BUFFERS:], add_rounds, N_CHUNKS, REPEATS, report)
     device.close()
 
 
@@ -45,14 +47,14 @@ def measure(
     add: Callable[[Any, int], None],
     n_chunks: int,
     repeats: int,
-    say: Say,
+    report: Report,
 ) -> None:
-    """The ratio, and what the result of each chunk was.
+    """Report the times of the pipeline, and which results are wrong.
 
     Parameters
     ----------
     add
-        A kernel that adds 1 to each byte, so many times over: how long it takes is chosen by that.
+        A kernel that adds 1 to each byte, once a round. The number of rounds sets its duration.
     """
     n_buffers, nbytes = len(sources), sources[0].nbytes
     streams = {
@@ -83,31 +85,31 @@ def measure(
             lambda: compute.launch(lambda a: add(a, rounds), writes=[buffers[0]]), compute
         )
 
-    # Linear in the rounds: two points give the one that takes as long as a copy.
+    # The duration is linear in the rounds. Choose as many as take as long as a copy.
     few_s, many_s = rounds_s(8), rounds_s(64)
-    of_round_s = max((many_s - few_s) / 56, 1e-9)
-    n_rounds = max(1, round(8 + (in_s - few_s) / of_round_s))
+    per_round_s = max((many_s - few_s) / 56, 1e-9)
+    n_rounds = max(1, round(8 + (in_s - few_s) / per_round_s))
     compute_s = rounds_s(n_rounds)
     streams["out"].wait(compute.record())
     out_s = stage_s(lambda: streams["out"].to_host(targets[0], buffers[0]), streams["out"])
 
     def pass_through(one_stream: bool) -> Callable[[], None]:
         def run_all() -> None:
-            come, work, go = (streams["in" if one_stream else name] for name in streams)
-            emptied: list[Event | None] = [None] * n_buffers
+            inward, work, outward = (streams["in" if one_stream else name] for name in streams)
+            copied_out: list[Event | None] = [None] * n_buffers
             for number in range(n_chunks):
                 place = number % n_buffers
                 buffer = buffers[place]
-                if (event := emptied[place]) is not None:
-                    come.wait(event)
-                come.to_device(buffer, sources[place])
-                work.wait(come.record())
+                if (event := copied_out[place]) is not None:
+                    inward.wait(event)
+                inward.to_device(buffer, sources[place])
+                work.wait(inward.record())
                 work.launch(lambda array: add(array, n_rounds), writes=[buffer])
-                go.wait(work.record())
-                go.to_host(targets[place], buffer)
-                emptied[place] = go.record()
-            come.wait(go.record())
-            come.synchronize()
+                outward.wait(work.record())
+                outward.to_host(targets[place], buffer)
+                copied_out[place] = outward.record()
+            inward.wait(outward.record())
+            inward.synchronize()
 
         return run_all
 
@@ -115,9 +117,9 @@ def measure(
     took_s = medians_s(sides, repeats)
     expected = sources[0][:1] + np.uint8(n_rounds % 256)
     wrong = [n for n, target in enumerate(targets) if not (target == expected).all()]
-    parts_s = n_chunks * (in_s + compute_s + out_s)
+    total_s = n_chunks * (in_s + compute_s + out_s)
     longest_s = n_chunks * max(in_s, compute_s, out_s)
-    say(
+    report(
         Row(
             "pipeline of three equal stages",
             took_s["overlapped"],
@@ -132,7 +134,7 @@ def measure(
                 "rounds": n_rounds,
                 "stage_s": {"in": in_s, "compute": compute_s, "out": out_s},
                 "took_s": took_s,
-                "efficiency": (parts_s - took_s["overlapped"]) / (parts_s - longest_s),
+                "efficiency": (total_s - took_s["overlapped"]) / (total_s - longest_s),
             },
         )
     )

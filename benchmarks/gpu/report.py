@@ -1,4 +1,4 @@
-"""Rows of the GPU benchmark: what was measured, and what it is a ratio of."""
+"""Rows of the GPU benchmark: measured values and ratios, with their units and targets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result.
+    """One line of the results.
 
     Attributes
     ----------
     value, unit
-        What was measured; None if the row is a ratio alone.
+        The measured value; None if the row has only a ratio.
     ratio, ratio_of
-        A number, and "this / that" in words.
+        A ratio, and its two terms in words, such as "this / that".
     target
-        What the ratio should be, in words.
+        The wanted value, in words.
     skipped
-        Why there is no result.
+        The reason why there is no result.
     details
-        Everything else that was measured on the way.
+        Other measured values.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Row:
     details: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
+        """Return the row as a line of text."""
         if self.skipped:
             return f"{self.name:40} skipped: {self.skipped}"
         text = f"{self.name:40}"
@@ -48,17 +49,19 @@ class Row:
         return text
 
     def to_json(self) -> str:
-        # Numbers of NumPy's get into details easily.
+        """Return the row as one line of JSON."""
+        # Values may be NumPy numbers, which JSON does not know.
         return json.dumps(asdict(self), default=lambda number: number.item())
 
 
-def row_of(text: str) -> Row | None:
-    """A row that another process printed; None for anything else that it printed."""
+def parse_row(text: str) -> Row | None:
+    """Return the row that a process printed as JSON, or None if the line is no row."""
     try:
         return Row(**json.loads(text))
     except (ValueError, TypeError):
         return None
 
 
-#: A section says its rows one by one, so that none is lost with what comes after it.
-Say = Callable[[Row], None]
+#: Takes the rows of a section. A section reports each row at once, so that a later failure does
+#: not lose it.
+Report = Callable[[Row], None]

@@ -1,15 +1,15 @@
-"""Computation and communication at once: by priority, by shaping, by both, and by neither.
+"""Section that runs computation and communication at once, with priorities, shaping, or both.
 
-Eight kernels that fill the device, and eight of a few large blocks that copy, as a collective
-library's do; they do not depend on each other. For three ratios of the time that each side takes
-alone:
+Eight compute kernels fill the device. Eight independent kernels of a few large blocks copy, as
+those of a communication library do. The section measures these modes, for three ratios of the
+times that the two sides take alone:
 
-- *serial*: one stream
-- *ideal*: the longer side alone, which nothing can beat
+- *serial*: both sides on one stream
+- *ideal*: the longer side alone, a lower bound
 - *naive*: two streams
-- *priority*: communication on an urgent stream
-- *shaped*: computation leaves room on each multiprocessor, by `plan_beside`
-- *both*
+- *priority*: communication on a stream of high priority
+- *shaped*: computation leaves room on each multiprocessor, as planned by `plan_beside`
+- *both*: priority and shaping
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.kernels import kernel
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.device import Priority
@@ -41,19 +41,20 @@ COMPUTE_S = 0.01
 COMPUTE_THREADS, WAVES = 256, 8
 COMMUNICATION_THREADS, COMMUNICATION_BLOCKS, STAGING_NBYTES = 512, 16, 24 << 10
 BUFFER_NBYTES = 512 << 20
-#: Time of computation by time of communication, each alone.
+#: Ratios of the time of computation to the time of communication, each alone.
 RATIOS = {"compute-heavy": 2.0, "balanced": 1.0, "communication-heavy": 0.5}
 
 
-def why_not() -> str:
-    # Before anything else calls the driver.
-    attached()
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
+    # This has to precede any other call of the driver.
+    attach()
     return why_no_cuda() or ""
 
 
 @functools.cache
-def attached() -> Launches | str:
-    """CuPy's launches, or why they do not pass the hook."""
+def attach() -> Launches | str:
+    """Return CuPy's launches, or why the hook cannot intercept them."""
     try:
         return cupy_launches()
     except (ImportError, RuntimeError) as error:
@@ -61,9 +62,9 @@ def attached() -> Launches | str:
 
 
 class RawLaunches:
-    """A `LaunchDriver` over `cupy.RawKernel`s, for when CuPy's launches could not be attached.
+    """A `LaunchDriver` of `cupy.RawKernel`s, for a CuPy whose launches cannot be intercepted.
 
-    Whoever launches asks the hook what to carry.
+    The caller of a kernel asks the hook for the size of its shared memory.
     """
 
     def attributes(self, kernel: Any) -> KernelAttributes:
@@ -86,33 +87,35 @@ class RawLaunches:
 
 @dataclass
 class Sides:
-    """The two kernels with their memory, and how long each is to take."""
+    """The compute and communication kernels, with their memory and the amount of work."""
 
     rounds: int
     n_units: int
     out: Any
     target: Any
     source: Any
-    #: When each side began, in nanoseconds of the device.
+    #: Start times of the two sides, in nanoseconds of the device's clock.
     began: Any
     n_blocks: int
-    #: Asked what to carry, where CuPy's launches do not ask by themselves.
-    asks: LaunchHook | None = None
+    #: The hook to ask, if CuPy's launches do not ask it by themselves.
+    hook: LaunchHook | None = None
 
     def reset(self) -> None:
-        """Neither side has begun."""
+        """Forget the start times."""
         self.began.fill(np.iinfo(np.int64).max)
         self.began.device.synchronize()
 
     def compute(self) -> None:
+        """Launch the compute kernel on the current stream."""
         block = (COMPUTE_THREADS, 1, 1)
-        carries = 0
-        if self.asks is not None:
-            carries = self.asks.dynamic_nbytes(kernel("compute"), block, 0)
+        shared_nbytes = 0
+        if self.hook is not None:
+            shared_nbytes = self.hook.dynamic_nbytes(kernel("compute"), block, 0)
         arguments = (self.out, np.int32(self.rounds), self.began[0:1])
-        kernel("compute")((self.n_blocks,), block, arguments, shared_mem=carries)
+        kernel("compute")((self.n_blocks,), block, arguments, shared_mem=shared_nbytes)
 
     def communicate(self) -> None:
+        """Launch the communication kernel on the current stream."""
         kernel("communicate")(
             (COMMUNICATION_BLOCKS,),
             (COMMUNICATION_THREADS,),
@@ -123,7 +126,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Beside:
-    """Leaves room for a block of communication."""
+    """A planner that leaves room for one block of the communication kernel."""
 
     architecture: Architecture
     communication: Launch
@@ -132,18 +135,19 @@ class Beside:
         return plan_beside(self.architecture, launch, self.communication, pending=True)
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Run the section on the first GPU."""
     import cupy
 
     driver = CupyDriver()
     properties = cupy.cuda.runtime.getDeviceProperties(driver.number)
     architecture = architecture_of((properties["major"], properties["minor"]))
     if architecture is None:
-        say(Row("shaping", skipped=f"{driver.name} is not in the table of architectures"))
+        report(Row("shaping", skipped=f"{driver.name} is not in the table of architectures"))
         return
-    launches = attached()
+    launches = attach()
     if isinstance(launches, str):
-        say(Row("CuPy's launches through the hook", skipped=launches))
+        report(Row("CuPy's launches through the hook", skipped=launches))
         hook = LaunchHook(RawLaunches(), enabled=True)
     else:
         launches.hook = hook = LaunchHook(launches, enabled=True)
@@ -160,32 +164,33 @@ def run(say: Say) -> None:
         source=cupy.ones(BUFFER_NBYTES, cupy.uint8),
         began=cupy.zeros(2, cupy.int64),
         n_blocks=n_blocks,
-        asks=hook if isinstance(launches, str) else None,
+        hook=hook if isinstance(launches, str) else None,
     )
     experiment = Experiment(driver, sides, beside, hook)
-    sides.rounds = experiment.calibrated(experiment.compute_alone, "rounds", COMPUTE_S)
+    sides.rounds = experiment.calibrate(experiment.compute_alone, "rounds", COMPUTE_S)
     for name, ratio in RATIOS.items():
         sides.n_units = BUFFER_NBYTES // 16
         sides.n_units = min(
             BUFFER_NBYTES // 16,
-            experiment.calibrated(experiment.communicate_alone, "n_units", COMPUTE_S / ratio),
+            experiment.calibrate(experiment.communicate_alone, "n_units", COMPUTE_S / ratio),
         )
-        say(experiment.row(name, ratio))
-    say(experiment.cost())
+        report(experiment.row(name, ratio))
+    report(experiment.cost())
     if not isinstance(launches, str):
-        say(cost_of_a_launch(launches, beside))
-    for decided in hook.decisions():
-        say(Row("plan of the compute kernel", decided.nbytes, "B", details={"why": str(decided)}))
+        report(launch_cost(launches, beside))
+    for decision in hook.decisions():
+        details = {"why": str(decision)}
+        report(Row("plan of the compute kernel", decision.nbytes, "B", details=details))
 
 
-def cost_of_a_launch(launches: Launches, beside: Beside) -> Row:
-    """Of the host's time, for a kernel that does next to nothing."""
+def launch_cost(launches: Launches, beside: Beside) -> Row:
+    """Measure the host's time for a launch, with a kernel that does almost nothing."""
     import cupy
 
     out = cupy.zeros(1, cupy.uint32)
     hook = launches.hook
 
-    def launched(is_hooked: bool, scope: Callable[[], Any]) -> Callable[[], None]:
+    def launcher(is_hooked: bool, scope: Callable[[], Any]) -> Callable[[], None]:
         def launch_many() -> None:
             launches.hook = hook if is_hooked else None
             with scope():
@@ -198,16 +203,16 @@ def cost_of_a_launch(launches: Launches, beside: Beside) -> Row:
     nothing = contextlib.nullcontext
     took_s = medians_s(
         {
-            "no hook": launched(False, nothing),
-            "outside": launched(True, nothing),
-            "shaped": launched(True, lambda: shaped(beside, lambda: True, hook)),
+            "no hook": launcher(False, nothing),
+            "outside": launcher(True, nothing),
+            "shaped": launcher(True, lambda: shaped(beside, lambda: True, hook)),
         },
         REPEATS,
     )
     launches.hook = hook
     more_s = {name: (s - took_s["no hook"]) / N_LAUNCHES for name, s in took_s.items()}
     return Row(
-        "a shaped launch costs more",
+        "additional cost of a shaped launch",
         more_s["shaped"] * 1e6,
         "us",
         took_s["shaped"] / took_s["no hook"],
@@ -218,7 +223,7 @@ def cost_of_a_launch(launches: Launches, beside: Beside) -> Row:
 
 
 class Experiment:
-    """The modes, over streams of a driver."""
+    """The experiment in all modes, on streams of a driver."""
 
     def __init__(self, driver: CupyDriver, sides: Sides, beside: Beside, hook: LaunchHook) -> None:
         self._sides = sides
@@ -229,8 +234,11 @@ class Experiment:
         self._urgent = driver.open_stream(Priority.HIGH)
         self._delays_s: dict[str, list[float]] = {}
 
-    def calibrated(self, alone: Callable[[], None], field: str, wanted_s: float) -> int:
-        """What a field has to be for a side to take so long; it takes in proportion to that."""
+    def calibrate(self, alone: Callable[[], None], field: str, wanted_s: float) -> int:
+        """Return the value of a field with which a side takes the wanted time.
+
+        The time of the side must be proportional to the field.
+        """
         alone()
         took_s = []
         for _ in range(3):
@@ -240,12 +248,14 @@ class Experiment:
         return max(1, round(getattr(self._sides, field) * wanted_s / min(took_s)))
 
     def compute_alone(self) -> None:
+        """Run the computation and wait for it."""
         with self._compute:
             for _ in range(N_KERNELS):
                 self._sides.compute()
         self._compute.synchronize()
 
     def communicate_alone(self) -> None:
+        """Run the communication and wait for it."""
         with self._even:
             for _ in range(N_KERNELS):
                 self._sides.communicate()
@@ -275,7 +285,7 @@ class Experiment:
         return shaped(self._beside, lambda: True, self._hook)
 
     def row(self, name: str, ratio: float) -> Row:
-        """All modes for the sides as they are now."""
+        """Measure all modes with the present amounts of work."""
         self._delays_s.clear()
         took_s = medians_s(
             {
@@ -308,7 +318,7 @@ class Experiment:
         )
 
     def cost(self) -> Row:
-        """What a shape costs a computation that is alone, and that it changes no result."""
+        """Measure the cost of shaping for a computation alone, and check that results are equal."""
 
         def with_shape() -> None:
             with self._shaped():

@@ -1,7 +1,7 @@
-"""A working set four times the device's budget, through the store's tiers, against one that fits.
+"""Section that reads a working set of four times the device's budget, and one that fits.
 
-Values leave for pinned memory when an allocation finds no room, and come back when they are asked
-for. Every one is checked on each pass.
+When an allocation finds no room, the store moves values to pinned memory. It moves them back when
+they are read. Each pass checks all values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.report import Row, Say
+from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import open_device
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda.driver import why_no_cuda
@@ -33,23 +33,26 @@ PASSES = 2
 _DEVICE = 1
 
 
-def why_not() -> str:
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
     return why_no_cuda() or ""
 
 
-def run(say: Say) -> None:
+def run(report: Report) -> None:
+    """Run the section on the first GPU."""
     device = open_device(BUDGET_NBYTES)
     pool = PinnedPool(WORKING_NBYTES + VALUE_NBYTES, 16 << 20, device.driver.pin)
-    few = BUDGET_NBYTES // VALUE_NBYTES // 2
-    fits_s = measure(device, pool, few, VALUE_NBYTES, PASSES)
-    pool_full = WORKING_NBYTES // VALUE_NBYTES
-    exceeds = measure(device, pool, pool_full, VALUE_NBYTES, PASSES)
-    say(compared(fits_s, exceeds, pool_full * VALUE_NBYTES))
+    n_few = BUDGET_NBYTES // VALUE_NBYTES // 2
+    fits = measure(device, pool, n_few, VALUE_NBYTES, PASSES)
+    n_many = WORKING_NBYTES // VALUE_NBYTES
+    exceeds = measure(device, pool, n_many, VALUE_NBYTES, PASSES)
+    report(compare(fits, exceeds, n_many * VALUE_NBYTES))
     device.close()
 
 
-def compared(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
-    rates = [one["read_nbytes"] / one["read_s"] / 1e9 for one in (fits, exceeds)]
+def compare(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
+    """Return a row that compares two results of `measure`."""
+    rates = [result["read_nbytes"] / result["read_s"] / 1e9 for result in (fits, exceeds)]
     return Row(
         "values over 4x the device's budget",
         rates[1],
@@ -64,7 +67,7 @@ def compared(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
 def measure(
     device: Device, pool: PinnedPool, n_values: int, value_nbytes: int, passes: int
 ) -> dict[str, Any]:
-    """Make values, read all of them so many times, and compare each with what it was."""
+    """Make values, read all of them in several passes, and check each of them."""
     levels = [
         Level("memory"),
         Level("device", device.capacity_nbytes),
@@ -106,7 +109,7 @@ def measure(
                 read_s += time.perf_counter() - began
                 del array, copied
                 most_nbytes = max(most_nbytes, device.used_nbytes)
-                # Not all bytes: that would take longer than what is measured.
+                # A check of all bytes would take longer than the copies.
                 if not (back[:: 1 << 12] == number % 251).all():
                     wrong.append(number)
             n_allocations.append(pool.n_allocations)

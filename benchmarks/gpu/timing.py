@@ -1,4 +1,4 @@
-"""Seconds of sides that take turns, and where their device comes from."""
+"""Timing of alternatives that take turns, and the device that they run on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dask_gpurt.devices.cuda.gpu import CudaDevice
 
 
 def medians_s(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Each side once untimed, then in turns, the order alternating; medians.
+    """Return the median time of each side.
 
-    A side returns when all of its work is done, on the device too.
+    Each side first runs once without timing. Then the sides take turns, in alternating order. A
+    side must return only after all of its work is done, including work on the device.
     """
     took_s: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
@@ -27,4 +28,5 @@ def medians_s(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str
 
 
 def open_device(capacity_nbytes: int) -> CudaDevice:
+    """Open the first GPU, with this capacity."""
     return CudaDevice(CupyDriver(), capacity_nbytes)
