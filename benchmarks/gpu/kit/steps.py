@@ -103,6 +103,7 @@ STEPS = (
             Work("test_cuda_memory", 40, "rmm"),
             Work("test_store", 100, "not cudf"),
             Work("test_frames", 90, "cupy"),
+            Work("test_partition_sizes", 20),
             Work("tiers", 110),
             Work("shaping", 80),
         ),
@@ -122,6 +123,7 @@ STEPS = (
         (
             Work("facts", 30),
             Work("test_frames", 200),
+            Work("test_carried_types", 60),
             Work("test_codecs", 90),
             Work("exchange", 90),
             Work("codecs", 40),
