@@ -183,6 +183,27 @@ def topology(
     sys.exit(code)
 
 
+@gpurt.command("support-bundle", context_settings=_CONTEXT)
+@_of_cluster
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("gpurt-support.zip"),
+    show_default=True,
+    metavar="FILE",
+    help="File to write.",
+)
+def support_bundle(scheduler: str | None, scheduler_file: Path | None, out: Path) -> None:
+    """Collect versions, settings, status, machines and logs in a zip file, without secrets."""
+    from dask_gpurt.command.connect import ConnectError
+    from dask_gpurt.command.support_bundle import write
+
+    try:
+        click.echo(write(scheduler, scheduler_file, out))
+    except (ConnectError, OSError) as error:
+        sys.exit(_fail("support-bundle", error))
+
+
 @gpurt.command(context_settings=_CONTEXT)
 @click.option("--gpu", required=True, metavar="NAME", help="Name of the GPU, such as H200.")
 @click.option("--threads", required=True, type=click.IntRange(1), help="Threads per block.")
