@@ -154,7 +154,7 @@ def test_named_commands_exist(page):
     code = commands(page)
     for target in re.findall(r"\bmake ([a-z][a-z-]*)", code):
         assert target in targets, f"{name_of(page)}: make {target}"
-    for command in re.findall(r"\bdask gpurt ([a-z]+)", code):
+    for command in re.findall(r"\bdask gpurt ([a-z-]+)", code):
         assert command in gpurt.commands, f"{name_of(page)}: dask gpurt {command}"
 
 
