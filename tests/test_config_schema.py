@@ -53,6 +53,7 @@ def test_every_setting_is_read():
         "shuffle.transport": "comm",
         "shuffle.compression": "lz4",
         "shuffle.memory": 0.5,
+        "shuffle.device": 0.5,
         "shuffle.message-size": 5,
         "shuffle.in-flight": 6,
         "shuffle.overlap": False,
