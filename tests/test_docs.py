@@ -27,7 +27,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 #: A path in this repository: it starts with one of its folders, or names a file at its top.
-FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/")
+FOLDERS = ("dask_gpurt/", "tests/", "docs/", "benchmarks/", "deploy/")
 TOP_FILE = re.compile(r"(Makefile|setup\.cfg|pyproject\.toml|ruff\.toml|LICENSE|[A-Z]+\.md)")
 #: The only page outside of the documentation's folder.
 PAGES.append(ROOT / "benchmarks" / "HISTORY.md")

@@ -1,7 +1,7 @@
 """``dask gpurt doctor``: check the environment and a cluster, with a remedy for each problem.
 
-`dask_gpurt.command.checks` checks the local environment, and the job that it is in. This module
-checks the cluster, without switching anything on.
+`dask_gpurt.command.checks` checks the local environment, and the job or pod that it is in. This
+module checks the cluster, without switching anything on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import dask_gpurt
 from dask_gpurt.command.checks.local import Finding, Level, local_findings
+from dask_gpurt.command.checks.pod import pod_facts, pod_findings
 from dask_gpurt.command.checks.slurm import job_facts, slurm_findings
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.json_text import to_json
@@ -39,6 +40,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
         findings = local_findings() + slurm_findings(os.environ, job_facts())
+        findings += pod_findings(os.environ, pod_facts())
     failure: ConnectError | None = None
     try:
         address = address_of(scheduler, scheduler_file)

@@ -1,1 +1,1 @@
-"""Checks of `dask gpurt doctor` that need no cluster: this environment, and the job it runs in."""
+"""Checks of `dask gpurt doctor` that need no cluster: this environment, and its job or pod."""

@@ -65,7 +65,7 @@ def slurm_findings(environ: Mapping[str, str], facts: JobFacts) -> list[Finding]
         text = f"Dask sees {facts.memory_nbytes >> 20} MiB of memory, and the job has {mib} MiB"
         remedy = f'start workers with --memory-limit "{mib} MiB", or SLURM may end the job'
         found.append(Finding("problem", "slurm memory", text, remedy))
-    kind = _file_system(facts.spill_directory, facts.mounts)
+    kind = file_system(facts.spill_directory, facts.mounts)
     if kind in _SHARED:
         text = f"values would be spilled to {facts.spill_directory}, which nodes share ({kind})"
         found.append(Finding("problem", "spill directory", text, _local_directory(environ, facts)))
@@ -129,7 +129,7 @@ def _memory_nbytes(environ: Mapping[str, str]) -> int | None:
     return mib << 20 or None
 
 
-def _file_system(path: str, mounts: Mapping[str, str]) -> str | None:
+def file_system(path: str, mounts: Mapping[str, str]) -> str | None:
     """Return the type of the file system that a path is on."""
     place = Path(path)
     for point in (place, *place.parents):
@@ -141,6 +141,6 @@ def _file_system(path: str, mounts: Mapping[str, str]) -> str | None:
 def _local_directory(environ: Mapping[str, str], facts: JobFacts) -> str:
     for name in _SCRATCH:
         path = environ.get(name)
-        if path and _file_system(path, facts.mounts) not in _SHARED:
+        if path and file_system(path, facts.mounts) not in _SHARED:
             return f"set temporary-directory to ${name} ({path}), which is local to the node"
     return "set temporary-directory to a directory on a local disk of the node"
