@@ -80,5 +80,6 @@ def environment(**settings: object) -> dict[str, str]:
     """
     libraries = [str(build(HERE / "cuda", CUDA)), os.environ.get("LD_LIBRARY_PATH", "")]
     ours = {f"STANDIN_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
-    paths = {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONPATH": str(ROOT)}
+    # Where UCX reports errors; its own default is the standard output.
+    paths = {"UCX_LOG_FILE": "stderr", "LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONPATH": str(ROOT)}
     return {**os.environ, **paths, **ours}

@@ -13,15 +13,22 @@ struct CUctx_st { int unused; };
 static struct CUctx_st primary;
 static __thread CUcontext stack[MOST_CONTEXTS];
 static __thread int depth;
+/* Whether the lowest one was set, and not pushed. */
+static __thread int is_set;
 static int is_initialized;
 
 CUcontext standin_primary(void) { return &primary; }
 
+/* Whether the fault of a missing context is on for this thread; it can still push one. */
+static int is_without(void) {
+    long long which = value_of(no_context_in);
+    int thread = which ? standin_thread() : 0;
+    return which && (which == thread || (which < 0 && thread != getpid()));
+}
+
 static CUcontext current(void) {
-    long long without = value_of(no_context_in);
-    int thread = without ? standin_thread() : 0;
-    if (without && (without == thread || (without < 0 && thread != getpid()))) return 0;
-    return depth ? stack[depth - 1] : 0;
+    if (!depth || (depth == 1 && is_set && is_without())) return 0;
+    return stack[depth - 1];
 }
 
 CUresult standin_refusal(int needs_context) {
@@ -138,7 +145,7 @@ API CUresult cuCtxGetCurrent(CUcontext *context) {
 
 API CUresult cuCtxSetCurrent(CUcontext context) {
     ENTER(0);
-    if (!depth) depth = 1;
+    if (!depth) depth = is_set = 1;
     stack[depth - 1] = context;
     return CUDA_SUCCESS;
 }
@@ -146,6 +153,7 @@ API CUresult cuCtxSetCurrent(CUcontext context) {
 API CUresult cuCtxPushCurrent_v2(CUcontext context) {
     ENTER(0);
     if (!context || depth == MOST_CONTEXTS) return CUDA_ERROR_INVALID_VALUE;
+    if (!depth) is_set = 0;
     stack[depth++] = context;
     return CUDA_SUCCESS;
 }

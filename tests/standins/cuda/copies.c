@@ -2,7 +2,7 @@
 #include "parts.h"
 
 static CUresult copy(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
-    ENTER(1);
+    ENTER_WITH(stream);
     if (!nbytes) return CUDA_SUCCESS;
     void *target = standin_span(to, nbytes);
     const void *source = standin_span(from, nbytes);
@@ -51,7 +51,7 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t n) {
 }
 
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, CUstream stream) {
-    ENTER(1);
+    ENTER_WITH(stream);
     void *target = standin_span(to, n);
     if (!target) return CUDA_ERROR_INVALID_VALUE;
     return standin_put(stream, (Work){.kind = FILL, .to = target, .value = value, .nbytes = n});

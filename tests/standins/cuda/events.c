@@ -32,12 +32,12 @@ API CUresult cuEventCreate(CUevent *event, unsigned flags) {
 
 /* It is not freed: work in a stream may still refer to it. */
 API CUresult cuEventDestroy_v2(CUevent event) {
-    ENTER(1);
+    ENTER_WITH(event);
     return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 API CUresult cuEventRecord(CUevent event, CUstream stream) {
-    ENTER(1);
+    ENTER_WITH(stream);
     unsigned long number;
     int never = standin_strikes(silent_event);
     pthread_mutex_lock(&standin_lock);
@@ -63,12 +63,12 @@ static CUresult look_at(CUevent event, int must_wait) {
     return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-API CUresult cuEventQuery(CUevent event) { ENTER(1); return look_at(event, 0); }
+API CUresult cuEventQuery(CUevent event) { ENTER_WITH(event); return look_at(event, 0); }
 
-API CUresult cuEventSynchronize(CUevent event) { ENTER(1); return look_at(event, 1); }
+API CUresult cuEventSynchronize(CUevent event) { ENTER_WITH(event); return look_at(event, 1); }
 
 API CUresult cuEventElapsedTime(float *ms, CUevent first, CUevent second) {
-    ENTER(1);
+    ENTER_WITH(first);
     if (!first->is_timed || !second->is_timed || !first->stream || !second->stream)
         return CUDA_ERROR_INVALID_HANDLE;
     CUresult status = look_at(first, 0);
@@ -80,7 +80,7 @@ API CUresult cuEventElapsedTime(float *ms, CUevent first, CUevent second) {
 }
 
 API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-    ENTER(1);
+    ENTER_WITH(stream);
     (void)flags;
     unsigned long number;
     pthread_mutex_lock(&standin_lock);

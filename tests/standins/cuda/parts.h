@@ -23,12 +23,13 @@ extern pthread_cond_t standin_changed;
    hold_copies       1: copies wait until this is 0 again
    fail_allocation   n: the n-th allocation from now on finds no memory; -1: all of them
    silent_event      n: the n-th event recorded from now on never fires; -1: all of them
-   no_context_in     number of a thread without a context; -1: all threads but the first
+   no_context_in     number of a thread where no context can be set; -1: all but the first
    refuse_ipc        1: no handles of memory are given out; 2: none are opened
+   lenient           1: calls with a stream or an event that was made need no current context
    lost              error code of all calls from now on; queued copies are not done */
 #define SETTINGS(X) \
     X(total_nbytes) X(delay_us) X(hold_copies) X(fail_allocation) X(silent_event) \
-    X(no_context_in) X(refuse_ipc) X(lost)
+    X(no_context_in) X(refuse_ipc) X(lenient) X(lost)
 
 #define AS_NAME(name) name,
 enum { COUNTERS(AS_NAME) SETTINGS(AS_NAME) n_values };
@@ -48,6 +49,11 @@ CUresult standin_refusal(int needs_context);
         CUresult refusal_ = standin_refusal(needs_context); \
         if (refusal_) return refusal_; \
     } while (0)
+
+/* The documentation lists the error of a missing context for all calls on streams and events. Some
+   drivers look at the handle instead. */
+#define ENTER_WITH(handle) \
+    ENTER(!value_of(lenient) || (uintptr_t)(handle) <= (uintptr_t)CU_STREAM_PER_THREAD)
 
 /* The only context. */
 CUcontext standin_primary(void);

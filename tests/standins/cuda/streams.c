@@ -166,7 +166,7 @@ API CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
 
 /* The work that it has is still done. */
 API CUresult cuStreamDestroy_v2(CUstream stream) {
-    ENTER(1);
+    ENTER_WITH(stream);
     pthread_mutex_lock(&standin_lock);
     CUstream *place = &streams;
     while (*place && *place != stream) place = &(*place)->next;
@@ -191,9 +191,9 @@ static CUresult look_at(CUstream handle, int must_wait) {
     return !stream ? CUDA_ERROR_INVALID_HANDLE : is_done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
-API CUresult cuStreamSynchronize(CUstream stream) { ENTER(1); return look_at(stream, 1); }
+API CUresult cuStreamSynchronize(CUstream stream) { ENTER_WITH(stream); return look_at(stream, 1); }
 
-API CUresult cuStreamQuery(CUstream stream) { ENTER(1); return look_at(stream, 0); }
+API CUresult cuStreamQuery(CUstream stream) { ENTER_WITH(stream); return look_at(stream, 0); }
 
 static CUresult described(CUstream handle, unsigned *flags, int *priority) {
     pthread_mutex_lock(&standin_lock);
@@ -205,29 +205,29 @@ static CUresult described(CUstream handle, unsigned *flags, int *priority) {
 }
 
 API CUresult cuStreamGetFlags(CUstream stream, unsigned *flags) {
-    ENTER(1);
+    ENTER_WITH(stream);
     return described(stream, flags, 0);
 }
 
 API CUresult cuStreamGetPriority(CUstream stream, int *priority) {
-    ENTER(1);
+    ENTER_WITH(stream);
     return described(stream, 0, priority);
 }
 
 API CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
-    ENTER(1);
+    ENTER_WITH(stream);
     *context = standin_primary();
     return described(stream, 0, 0);
 }
 
 API CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback call, void *argument,
                                  unsigned flags) {
-    ENTER(1);
+    ENTER_WITH(stream);
     if (flags) return CUDA_ERROR_INVALID_VALUE;
     return standin_put(stream, (Work){.kind = CALL, .callback = call, .argument = argument});
 }
 
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *argument) {
-    ENTER(1);
+    ENTER_WITH(stream);
     return standin_put(stream, (Work){.kind = CALL, .function = function, .argument = argument});
 }
