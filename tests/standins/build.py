@@ -15,10 +15,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 #: Without optimization: UCX overwrites the first bytes of functions, and knows only plain ones.
-FLAGS = (
-    "-O0 -g -mno-red-zone -fcf-protection=none -fvisibility=hidden -shared -fPIC -std=gnu11 "
-    "-Wall -Wextra -Werror -pthread"
-).split()
+FLAGS = ["-O0", "-g", "-mno-red-zone", "-fcf-protection=none", "-fvisibility=hidden", "-shared"]
+FLAGS += ["-fPIC", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread"]
 
 #: Libraries of the CUDA stand-in, each with its files.
 CUDA = {
@@ -80,6 +78,6 @@ def environment(**settings: object) -> dict[str, str]:
     """
     libraries = [str(build(HERE / "cuda", CUDA)), os.environ.get("LD_LIBRARY_PATH", "")]
     ours = {f"STANDIN_CUDA_{name.upper()}": str(value) for name, value in settings.items()}
+    ours |= {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONPATH": str(ROOT)}
     # Where UCX reports errors; its own default is the standard output.
-    paths = {"UCX_LOG_FILE": "stderr", "LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **paths, **ours}
+    return os.environ | ours | {"UCX_LOG_FILE": "stderr"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator
 
 import pytest
@@ -63,7 +64,8 @@ def begin_receive(sender, receiver, number, wait_s=PATIENCE_S, sizes=SIZES):
 async def message(sender, receiver, number, wait_s=PATIENCE_S) -> list[str]:
     """Send a message from device to device; return the errors of both ends, empty if none."""
     replies = await asyncio.gather(
-        begin_send(sender, receiver, number, wait_s), begin_receive(sender, receiver, number, wait_s)
+        begin_send(sender, receiver, number, wait_s),
+        begin_receive(sender, receiver, number, wait_s),
     )
     return [reply.get("error", "") for reply in replies]
 
@@ -79,5 +81,5 @@ def scenario(function):
         run(function(*args, **kwargs))
 
     test.__name__, test.__doc__ = function.__name__, function.__doc__
-    test.__signature__ = __import__("inspect").signature(function)
+    test.__signature__ = inspect.signature(function)  # pytest reads the parameters from it
     return test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import sys
+from functools import partial
 
 import numpy as np
 
@@ -46,7 +47,8 @@ async def exchange(engine: UcxEngine, command: dict) -> None:
         buffers = [filled(one) if n % 2 == 0 else one for n, one in enumerate(expected)]
         await engine.send(command["peer"], number, buffers, wait_s)
         return
-    buffers = [DeviceMemory(n) if k % 2 == 0 else np.zeros(n, np.uint8) for k, n in enumerate(sizes)]
+    kinds = [DeviceMemory, partial(np.zeros, dtype=np.uint8)]
+    buffers = [kinds[place % 2](nbytes) for place, nbytes in enumerate(sizes)]
     await engine.receive(command["peer"], number, buffers, wait_s)
     for place, (found, wanted) in enumerate(zip(buffers, expected, strict=True)):
         found = found.bytes if isinstance(found, DeviceMemory) else found
