@@ -162,6 +162,24 @@ def full_device_refuses_memory_until_some_is_freed():
 
 
 @program
+def memory_keeps_its_bytes_while_others_free():
+    changed = []
+
+    def use(value: int) -> None:
+        for n_pages in [1, 2, 3] * 100:
+            _, data = allocate(4096 * n_pages)
+            data[:] = value
+            changed.append((data != value).sum())
+
+    threads = [threading.Thread(target=use, args=(value,)) for value in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(changed) == 1800 and not any(changed)
+
+
+@program
 def copies_outside_an_allocation_are_refused():
     use_device()
     address, _ = filled(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.frames.emulated_device import EmulatedMemory
 from tests.standins import cuda_memory
 
-COUNTERS = ("allocations", "copies", "copied_nbytes", "refused_without_context")
+COUNTERS = ("allocations", "copies", "copied_nbytes", "used_nbytes")
 
 
 def pytest_configure() -> None:

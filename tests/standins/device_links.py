@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -18,6 +19,7 @@ AT_START = "device at start"
 SIZES = [1 << 20, 300_000, 65_536]
 #: Timeout of messages that are expected to arrive.
 PATIENCE_S = 60.0
+_NUMBERS = itertools.count()
 #: UCX without handles of memory: device memory goes through staging buffers and TCP.
 STAGING = {"TLS": "^posix,sysv,xpmem,cuda_ipc"}
 
@@ -51,35 +53,59 @@ async def device_pair(
         yield sender, receiver
 
 
-def begin_send(sender, receiver, number, wait_s=PATIENCE_S, sizes=SIZES):
-    token = receiver.token
-    return sender.begin("send device", peer=token, number=number, sizes=sizes, wait_s=wait_s)
+class SharedPair:
+    """A pair for several tests, with the loop that it lives on."""
+
+    def __init__(self, runner: asyncio.Runner, ends: tuple[OtherProcess, OtherProcess]) -> None:
+        self.runner = runner
+        self.ends = ends
 
 
-def begin_receive(sender, receiver, number, wait_s=PATIENCE_S, sizes=SIZES):
-    token = sender.token
-    return receiver.begin("receive device", peer=token, number=number, sizes=sizes, wait_s=wait_s)
-
-
-async def message(sender, receiver, number, wait_s=PATIENCE_S) -> list[str]:
-    """Send a message from device to device; return the errors of both ends, empty if none."""
-    replies = await asyncio.gather(
-        begin_send(sender, receiver, number, wait_s),
-        begin_receive(sender, receiver, number, wait_s),
-    )
-    return [reply.get("error", "") for reply in replies]
-
-
-async def counters(process: OtherProcess, *names: str) -> list[int]:
-    return [await process.run("get", name=name) for name in names]
+@contextlib.contextmanager
+def shared_pair(options: dict) -> Iterator[SharedPair]:
+    """Keep a pair of processes for several tests."""
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        yield SharedPair(runner, runner.run(stack.enter_async_context(device_pair(options))))
+        runner.run(stack.aclose())
 
 
 def scenario(function):
-    """Run an asynchronous test."""
+    """Run an asynchronous test: on the loop of its shared pair, if it has one."""
 
-    def test(*args, **kwargs):
-        run(function(*args, **kwargs))
+    def test(**fixtures):
+        shared = fixtures.get("shared")
+        (shared.runner.run if shared else run)(function(**fixtures))
 
     test.__name__, test.__doc__ = function.__name__, function.__doc__
     test.__signature__ = inspect.signature(function)  # pytest reads the parameters from it
     return test
+
+
+def begin(process, what: str, peer, number: int, wait_s=PATIENCE_S):
+    """Start to send or receive a message; buffers are on the device if `what` says so."""
+    more = {"peer": peer.token, "number": number, "sizes": SIZES, "wait_s": wait_s}
+    return process.begin(what, **more)
+
+
+async def message(
+    sender, receiver, wait_s=PATIENCE_S, send="send device", receive="receive device"
+) -> list[str]:
+    """Send a message; return the errors of both ends, empty if there are none."""
+    number = next(_NUMBERS)
+    replies = await asyncio.gather(
+        begin(sender, send, receiver, number, wait_s),
+        begin(receiver, receive, sender, number, wait_s),
+    )
+    return [reply.get("error", "") for reply in replies]
+
+
+async def put(name: str, value: int, *processes: OtherProcess) -> None:
+    """Change a setting of the stand-in in these processes."""
+    for process in processes:
+        await process.run("put", name=name, value=value)
+
+
+async def get(process: OtherProcess, *names: str) -> list[int]:
+    """Return counters of the stand-in."""
+    return [await process.run("get", name=name) for name in names]

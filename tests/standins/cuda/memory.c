@@ -55,6 +55,10 @@ Allocation *standin_remove(uintptr_t address, int kind) {
     if (*place && (int)(*place)->kind == kind) {
         found = *place;
         *place = found->next;
+        /* The system gets the pages back before another allocation can have them. */
+        if (kind == DEVICE)
+            fallocate(arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                      found->readable - arena_readable, (off_t)found->nbytes);
     }
     pthread_mutex_unlock(&standin_lock);
     return found;
@@ -134,9 +138,6 @@ API CUresult cuMemFree_v2(CUdeviceptr pointer) {
     standin_wait_for_all(); /* as CUDA does */
     Allocation *one = standin_remove(pointer, DEVICE);
     if (!one) return CUDA_ERROR_INVALID_VALUE;
-    /* The system gets the pages back, and other processes that have them mapped see zeros. */
-    fallocate(arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-              one->readable - arena_readable, (off_t)one->nbytes);
     count(used_nbytes, -(long long)one->nbytes);
     free(one);
     return CUDA_SUCCESS;

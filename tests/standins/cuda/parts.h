@@ -65,7 +65,7 @@ typedef struct Allocation {
     size_t nbytes;
     enum { DEVICE, HOST, REGISTERED, OPENED } kind;
     unsigned long long id;
-    long long origin[3]; /* of memory of another process: its number, the descriptor, the place */
+    long long origin[4]; /* of another process's: its number, the descriptor, the place, the id */
     int n_opened;
     struct Allocation *next;
 } Allocation;

@@ -61,8 +61,8 @@ API CUresult cuPointerSetAttribute(const void *value, int which, CUdeviceptr poi
     return standin_find(pointer, &one) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* A handle: process, descriptor, place in the file, bytes. */
-typedef struct { long long origin[3]; size_t nbytes; } Handle;
+/* A handle: process, descriptor, place in the file and number of the allocation, and its bytes. */
+typedef struct { long long origin[4]; size_t nbytes; } Handle;
 
 API CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
     ENTER(1);
@@ -72,7 +72,7 @@ API CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
     if (value_of(refuse_ipc) == 1) return CUDA_ERROR_NOT_SUPPORTED;
     if (!standin_find(pointer, &one) || one.kind != DEVICE) return CUDA_ERROR_INVALID_VALUE;
     standin_arena(&fd, &readable);
-    Handle mine = {{getpid(), fd, one.readable - readable}, one.nbytes};
+    Handle mine = {{getpid(), fd, one.readable - readable, (long long)one.id}, one.nbytes};
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &mine, sizeof mine);
     count(ipc_handles, 1);
