@@ -71,8 +71,8 @@ class UcxContext:
     def array(self, buffer: Any) -> Any:
         """Wrap a buffer for `ucxx`. For the first one on a device, make the device current.
 
-        UCX may have started before the process had a context. Its calls on streams then fail in
-        this thread, and the thread sleeps through the end of a transfer.
+        UCX may have started before the process had a context. Then its calls on streams, which
+        wake this thread, would fail.
         """
         if not self._has_device and not isinstance(buffer, np.ndarray):
             self._has_device = _make_device_current()

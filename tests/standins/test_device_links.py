@@ -133,10 +133,21 @@ async def test_device_lost_during_a_copy_ends_in_errors():
 @pytest.mark.parametrize("options", [{}, STAGING], ids=["handles", "staging"])
 @scenario
 async def test_context_that_comes_after_ucx_serves_its_thread(options):
-    # UCX's calls on streams fail in a thread without a context, and no event wakes it again.
+    # UCX's calls on streams fail in a thread without a context, which ends the engine.
     async with device_pair(options, at_start=False) as (sender, receiver):
         assert await message(sender, receiver) == ARRIVED
         assert await message(receiver, sender) == ARRIVED
+
+
+@scenario
+async def test_missing_context_ends_the_engine_with_an_error():
+    async with device_pair() as (sender, receiver):
+        await put("no_context_in", -1, sender)
+        await put("hold_copies", 1, sender)
+        sent, received = await message(sender, receiver, SHORT_S)
+        await put("hold_copies", 0, sender)
+        assert "the UCX thread ended" in sent and received
+        assert (await sender.run("report"))["is_closed"]
 
 
 @scenario
