@@ -115,7 +115,7 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t nbytes, CUs
 long long standin_get(const char *name);
 /* Change a counter or a setting; -1 if there is none of that name. */
 int standin_set(const char *name, long long value);
-/* The address at which the host can read a piece of device memory: kernels are functions over it. */
+/* The address at which the host can read device memory: kernels are functions over it. */
 void *standin_readable(CUdeviceptr pointer);
 /* The kernel's number of the calling thread, for the setting `no_context_in`. */
 int standin_thread(void);

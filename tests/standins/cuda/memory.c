@@ -1,7 +1,7 @@
 /* Memory of the device and page-locked memory of the host.
 
    The device's memory is one file in memory, mapped twice. Where programs see it nobody may touch
-   it, so host code that takes it for the host's crashes. Copies and kernels use the other mapping. */
+   it, so host code that takes it for the host's crashes. Copies and kernels use the other one. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdlib.h>
@@ -27,7 +27,7 @@ static int is_device(const Allocation *one) { return one->kind == DEVICE || one-
 
 static Allocation *holding(uintptr_t address) {
     Allocation *one = all;
-    while (one && !(address >= (uintptr_t)one->seen && address - (uintptr_t)one->seen < one->nbytes))
+    while (one && (address < (uintptr_t)one->seen || address >= (uintptr_t)one->seen + one->nbytes))
         one = one->next;
     return one;
 }

@@ -13,8 +13,8 @@ extern pthread_cond_t standin_changed;
 
 /* What tests read, and can set back to zero. */
 #define COUNTERS(X) \
-    X(allocations) X(used_nbytes) X(copies) X(copied_nbytes) X(events_made) X(streams_made) X(callbacks) \
-    X(ipc_handles) X(ipc_opened) X(refused_without_context) X(retained) X(unsupported)
+    X(allocations) X(used_nbytes) X(copies) X(copied_nbytes) X(events_made) X(streams_made) \
+    X(callbacks) X(ipc_handles) X(ipc_opened) X(refused_without_context) X(retained) X(unsupported)
 
 /* What tests set, by call or as `STANDIN_CUDA_<NAME>` in the environment.
 
@@ -76,11 +76,11 @@ int standin_find(uintptr_t address, Allocation *found);
 Allocation *standin_remove(uintptr_t address, int kind);
 /* Add an allocation; it gets a number. Holding the lock. */
 void standin_add(Allocation *allocation);
-/* The descriptor by which other processes open this process's device memory, and where it begins. */
+/* The descriptor by which other processes open this one's device memory, and where it begins. */
 void standin_arena(int *fd, char **readable);
 /* The first allocation, by address. Holding the lock. */
 Allocation *standin_first(void);
-/* Where a copy reads or writes: 0 if a part of it is no memory of the device's nor of the host's. */
+/* Where a copy reads or writes; 0 if that is on the device, and not inside one allocation. */
 void *standin_span(uintptr_t address, size_t nbytes);
 
 /* A piece of work of a stream. */

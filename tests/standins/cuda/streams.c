@@ -116,7 +116,8 @@ CUresult standin_put_locked(CUstream *handle, Work work, unsigned long *number) 
     CUstream stream = stream_of(*handle);
     if (!stream) return CUDA_ERROR_INVALID_HANDLE;
     if (stream == legacy) {
-        for (CUstream one = streams; one; one = one->next) if (one->is_blocking) follow(stream, one);
+        for (CUstream one = streams; one; one = one->next)
+            if (one->is_blocking) follow(stream, one);
     } else if (stream->is_blocking) {
         follow(stream, legacy);
     }
