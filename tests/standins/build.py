@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-#: Without optimization: UCX overwrites the first bytes of functions, and knows only plain ones.
+#: Without optimization, or functions would not begin as `HOOKABLE` of `cuda/parts.h` has it.
 FLAGS = ["-O0", "-g", "-mno-red-zone", "-fcf-protection=none", "-fvisibility=hidden", "-shared"]
 FLAGS += ["-fPIC", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-pthread"]
 

@@ -137,6 +137,13 @@ async def test_device_lost_during_a_copy_ends_in_errors():
         assert error == "RuntimeError: the stand-in returned error 719"
 
 
+@scenario
+async def test_ucx_hooks_into_a_driver_that_is_far_away():
+    # Where the loader puts the libraries decides which kind of jump UCX writes into functions.
+    async with device_pair(variables={"UCX_MEM_BISTRO_FORCE_FAR_JUMP": "y"}) as pair:
+        assert await message(*pair) == ARRIVED
+
+
 @pytest.mark.parametrize("options", [{}, STAGING], ids=["handles", "staging"])
 @scenario
 async def test_context_that_comes_after_ucx_serves_its_thread(options):

@@ -5,13 +5,10 @@
 
 #include "parts.h"
 
-/* UCX overwrites the first bytes of some of them, so a function must not be too short. */
 #define MISSING(name) \
     CUresult name(void); \
     API CUresult name(void) { \
-        volatile char room[64]; \
-        room[0] = 0; \
-        (void)room[0]; \
+        HOOKABLE; \
         count(unsupported, 1); \
         return CUDA_ERROR_NOT_SUPPORTED; \
     }

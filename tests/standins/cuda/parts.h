@@ -42,9 +42,14 @@ static inline void count(int which, long long n) { standin_values[which] += n; }
 /* Whether a fault that strikes the n-th time strikes now. */
 int standin_strikes(int which);
 
+/* Makes a function begin with instructions that save registers. UCX hooks into functions that free
+   memory: it moves up to 12 of their first bytes elsewhere, and can move no others. */
+#define HOOKABLE __asm__ volatile("" : : : "rbx", "r12", "r13", "r14", "r15")
+
 /* The error that a call meets before it does anything: of all calls, or with a current context. */
 CUresult standin_refusal(int needs_context);
 #define ENTER(needs_context) \
+    HOOKABLE; \
     do { \
         CUresult refusal_ = standin_refusal(needs_context); \
         if (refusal_) return refusal_; \
