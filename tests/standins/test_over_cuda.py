@@ -14,8 +14,10 @@ from tests.transport.ucx_processes import needs_ucxx
 
 pytestmark = [needs_standin, needs_ucxx]
 
-#: Cells of the failure matrix: each deed where device memory is on its way or about to be joined.
-CELLS = "(transfer or unpack) and not bystander"
+#: Tests in which UCX is given device memory, or has to refuse it.
+TESTS = "travel or limit or fails_on or spilled or nothing_on or rechunked_on or slow_link"
+#: Cells of the failure matrix: each deed while device memory is on its way.
+CELLS = "transfer and not bystander"
 
 
 def counters_of(tmp_path, suite, *options):
@@ -38,7 +40,7 @@ def counters_of(tmp_path, suite, *options):
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_device_frames_travel_over_real_ucx(tmp_path):
-    counters = counters_of(tmp_path, "tests/integration/test_device_frames.py")
+    counters = counters_of(tmp_path, "tests/integration/test_device_frames.py", "-k", TESTS)
     # UCX, and nothing else, copies by the driver.
     assert counters["copied_nbytes"] > 10_000_000
     assert counters["allocations"] > 100
