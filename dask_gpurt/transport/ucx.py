@@ -47,7 +47,11 @@ from dask_gpurt.transport.ucx_thread import Session, UcxThread
 #: BCOPY_BW: the speed of copies into UCX's own buffers beside computing tasks. By default UCX
 #: assumes an idle processor. Over TCP it then copies through such buffers at both ends, instead of
 #: from the message into the receiver's memory: 1.4 times the time, for messages of 16 MiB.
+#:
+#: RNDV_FRAG_ALLOC_COUNT: buffers of 4 MiB on the device that UCX allocates at once, for a receiver
+#: on the host. By default that is 512 MiB, and receivers are on the host when the device is full.
 _OPTIONS = {
+    "RNDV_FRAG_ALLOC_COUNT": "host:128,cuda:8",
     "TLS": "^posix,sysv,xpmem",
     "BCOPY_BW": "1GBs",
     "TCP_TX_SEG_SIZE": "64k",

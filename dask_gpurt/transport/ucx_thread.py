@@ -34,6 +34,9 @@ from dask_gpurt.transport.ucx_switchboard import Switchboard
 #: While closing: the interval at which UCX is polled for dropped transfers, and the number of
 #: intervals without news after which the thread stops waiting. A hung peer never answers.
 _CLOSING_PERIOD_S, _N_CLOSING_PERIODS = 0.02, 50
+#: While closing: the longest wait for the next transfer to end, even while UCX has news. UCX has
+#: them without end while it waits for an event of a device.
+_CLOSING_S = 5.0
 
 #: Maximum number of progress steps between two polls.
 _N_STEPS = 64
@@ -268,6 +271,7 @@ class UcxThread:
     def _serve_all(self, ucx: ucx_context.UcxContext, epoll: select.epoll) -> None:
         while (session := self._session) is not None:
             board = self._board = Switchboard(ucx, session.host)
+            board.problems.extend(ucx.problems)
             session.transports = ucx.transports
             session.started.set_result(board)
             is_sound = True
@@ -300,13 +304,17 @@ class UcxThread:
         session: Session,
     ) -> None:
         """Serve the engine until it has closed, as far as possible."""
-        n_periods = 0
+        n_periods, held_nbytes, give_up_s = 0, -1, 0.0
         while True:
             session.run_calls()
             _progress(ucx)
             board.poll()
-            if board.is_closing and (board.is_idle or n_periods >= _N_CLOSING_PERIODS):
-                return
+            if board.is_closing:
+                if board.held_nbytes() != held_nbytes:
+                    held_nbytes, give_up_s = board.held_nbytes(), monotonic() + _CLOSING_S
+                is_hung = n_periods >= _N_CLOSING_PERIODS or monotonic() >= give_up_s
+                if board.is_idle or is_hung:
+                    return
             if not session.has_calls and not self._sleep(ucx, epoll, board):
                 n_periods += 1
 

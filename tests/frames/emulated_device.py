@@ -25,16 +25,31 @@ _TYPES = {
 _NAMES = {kind: name for name, kind in _TYPES.items()}
 
 
+def in_host_memory(nbytes: int) -> tuple[int, np.ndarray]:
+    """Return memory's address for programs, and its bytes for functions that act as kernels."""
+    # One byte more, because an empty array has no address.
+    data = np.full(nbytes + 1, 0xA5, dtype=np.uint8)[:nbytes]
+    return data.ctypes.data, data
+
+
 class EmulatedMemory:
-    """Memory of the emulated device."""
+    """Memory of the emulated device.
+
+    Attributes
+    ----------
+    provide
+        Allocates memory, as `in_host_memory`. Another device takes its place for real libraries
+        (`tests.standins.cuda_frames`).
+    """
+
+    provide = staticmethod(in_host_memory)
 
     #: For all instances: live bytes, and bytes copied to the host.
     used_nbytes = 0
     copied_nbytes = 0
 
     def __init__(self, nbytes: int) -> None:
-        # One byte more, because an empty array has no address.
-        self._bytes = np.full(nbytes + 1, 0xA5, dtype=np.uint8)[:nbytes]
+        self._address, self._bytes = self.provide(nbytes)
         self.nbytes = nbytes
         EmulatedMemory.used_nbytes += nbytes
         weakref.finalize(self, EmulatedMemory._freed, nbytes)
@@ -48,7 +63,7 @@ class EmulatedMemory:
 
     @property
     def __cuda_array_interface__(self):
-        place = (self._bytes.ctypes.data, False)
+        place = (self._address, False)
         return {"data": place, "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
     def __array__(self, *args, **kwargs):

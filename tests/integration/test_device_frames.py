@@ -32,6 +32,7 @@ from tests.frames.emulated_device import (
     EmulatedArrays,
     EmulatedMemory,
     EmulatedTables,
+    in_host_memory,
 )
 from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
 from tests.integration.test_transport import paths
@@ -98,13 +99,19 @@ def device(monkeypatch):
 
 @pytest.fixture
 def knows_devices(monkeypatch):
-    """Make UCX accept device memory; it can read and write that of the emulated device.
+    """Make UCX accept device memory. It can read and write emulated memory in host memory.
 
     UCX also looks faster than TCP, as on machines with devices.
     """
     pytest.importorskip("ucxx", reason="the ucx extra is not installed")
-    monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
+    if EmulatedMemory.provide is in_host_memory:
+        monkeypatch.setattr(UcxEngine, "takes_device_memory", True)
     monkeypatch.setattr(HostReadings, "after", lambda readings, nbytes: None)
+
+
+@pytest.fixture
+def knows_no_devices(monkeypatch):
+    monkeypatch.setattr(UcxEngine, "takes_device_memory", False)
 
 
 def assert_same_as_stock(client):
@@ -205,7 +212,7 @@ def test_ucx_carries_host_copies_where_it_is_required(
     assert device.copied_nbytes >= sent_nbytes(client)
 
 
-def test_host_memory_is_shared_where_ucx_knows_no_device(client, device):
+def test_host_memory_is_shared_where_ucx_knows_no_device(client, device, knows_no_devices):
     assert_same_as_stock(client)
     names, reasons = paths(client)
     assert names == {"shared"}

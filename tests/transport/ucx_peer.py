@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
@@ -55,7 +56,7 @@ async def obey(engine: UcxEngine, command: dict) -> object:
             )
 
 
-async def answer(engine: UcxEngine, command: dict) -> None:
+async def answer(engine: UcxEngine, command: dict, obey: Callable) -> None:
     try:
         reply = {"result": await obey(engine, command)}
     except Exception as error:
@@ -63,13 +64,13 @@ async def answer(engine: UcxEngine, command: dict) -> None:
     print(json.dumps({"id": command["id"], **reply}), flush=True)
 
 
-async def main() -> None:
+async def main(obey: Callable = obey) -> None:
     engine = await UcxEngine.start("127.0.0.1", json.loads(sys.argv[1]))
     await open_door(engine)
     print(json.dumps(engine.descriptor), flush=True)
     tasks = set()
     while line := await asyncio.to_thread(sys.stdin.readline):
-        task = asyncio.create_task(answer(engine, json.loads(line)))
+        task = asyncio.create_task(answer(engine, json.loads(line), obey))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await engine.close(PATIENCE_S)

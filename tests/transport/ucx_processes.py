@@ -17,6 +17,7 @@ from dask_gpurt.transport.ucx import UcxEngine
 from tests.transport.ucx_peer import PATIENCE_S, exchange, open_door
 
 ROOT = pathlib.Path(__file__).parents[2]
+PEER = ROOT / "tests" / "transport" / "ucx_peer.py"
 
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"
@@ -46,6 +47,9 @@ class OtherProcess:
         while line := await self.process.stdout.readline():
             reply = json.loads(line)
             self._replies.pop(reply["id"]).set_result(reply)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_result({"error": "the process has ended"})
 
     def begin(self, do: str, **more) -> asyncio.Future:
         """Start a command; return a future of the reply."""
@@ -63,14 +67,15 @@ class OtherProcess:
 
 
 @contextlib.asynccontextmanager
-async def other_process(options=None):
+async def other_process(options=None, script=PEER, environment=os.environ, arguments=()):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(ROOT / "tests" / "transport" / "ucx_peer.py"),
+        str(script),
         json.dumps(options or {}),
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
     )
     other = OtherProcess(process)
@@ -120,6 +125,13 @@ async def until(condition):
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
+
+
+async def until_true(asked):
+    """Poll another process for a state."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await asked():
+            pass
 
 
 async def both_ways(engine, other, number, sizes):
