@@ -96,7 +96,8 @@ def test_live_worker_spills_more_than_the_pool_holds():
         ):
             dask_gpurt.enable(client)
             values = client.map(full, range(40), pure=False)
-            wait(values)
+            with client.as_current():
+                wait(values)
             (worker,) = local.workers.values()
             assert sum(worker.data.is_spilled(value.key) for value in values) >= 24
             assert all(client.gather(client.map(is_right, values, range(40), pure=False)))

@@ -1,4 +1,4 @@
-"""The CUDA calls of `devices.cuda.gpu`, made through CuPy.
+"""The CUDA or HIP calls of `devices.cuda.gpu`, made through CuPy.
 
 The driver makes no decisions. So the code that decides is tested without a GPU, over a driver that
 follows the same rules (`tests/devices/emulated_cuda.py`).
@@ -14,6 +14,7 @@ CuPy is imported when a driver is created, not before.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,9 +24,10 @@ import numpy as np
 
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
+from dask_gpurt.devices.vendors import AMD, NVIDIA, mismatch, with_driver
 
-#: CUDA runs smaller numbers first, from -5 on recent devices to 0, and clamps numbers outside the
-#: device's range. No priority is lower than 0, which is also the default of other libraries.
+#: Smaller numbers run first: from -5 on recent devices of NVIDIA, and from -1 on those of AMD, to
+#: 0. Numbers outside the range are clamped. 0 is also the default of other libraries.
 _PRIORITIES = {Priority.HIGH: -5, Priority.NORMAL: 0, Priority.LOW: 0}
 
 
@@ -114,7 +116,7 @@ class _Borrowed(NamedTuple):
 
 
 class CupyDriver:
-    """A CUDA device, called through CuPy.
+    """A GPU of NVIDIA or AMD, called through CuPy.
 
     Parameters
     ----------
@@ -194,8 +196,12 @@ class CupyDriver:
 
     def is_elsewhere(self, memory: Any) -> bool:
         address, _ = memory.__cuda_array_interface__["data"]
-        # Negative for memory that CUDA does not know, such as host memory.
-        number: int = self._runtime.pointerGetAttributes(address).device
+        # Negative for memory that the driver does not know, such as host memory. Some releases of
+        # AMD's raise an error instead.
+        try:
+            number: int = self._runtime.pointerGetAttributes(address).device
+        except self._runtime.CUDARuntimeError:
+            return False
         return number >= 0 and number != self.number
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
@@ -246,18 +252,22 @@ def _rmm_has_a_pool(number: int) -> bool:
 
 
 def why_no_cuda(number: int = 0) -> str | None:
-    """Return why the device cannot be used, or None if it can."""
+    """Return why the device cannot be used through CuPy, or None if it can."""
     try:
         import cupy
     except ImportError as error:
         if error.name == "cupy":
             return "CuPy is not installed"
-        # A part of CUDA is missing. The first line names it.
-        return f"CuPy cannot be imported: {str(error).strip().partition(chr(10))[0]}"
+        # A part of CUDA or ROCm is missing. The first line names it.
+        problem = str(error).strip().partition("\n")[0]
+        platform = AMD.platform if re.search("amdhip|roc|hip", problem) else NVIDIA.platform
+        return mismatch(platform, with_driver()) or f"CuPy cannot be imported: {problem}"
+    runtime = cupy.cuda.runtime
+    platform = AMD.platform if runtime.is_hip else NVIDIA.platform
     try:
-        n_devices = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CUDA finds no device: {error}"
+        n_devices = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return mismatch(platform, with_driver()) or f"{platform} finds no device: {error}"
     if number >= n_devices:
-        return f"CUDA has {n_devices} devices, and none of number {number}"
+        return f"{platform} has {n_devices} devices, and none of number {number}"
     return None

@@ -15,6 +15,9 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import DeviceAllocator
 
+#: The type of CuPy's arrays.
+Array = cupy.ndarray
+
 
 class CupyMemory:
     """Memory of CuPy's allocator as a `DeviceMemory`."""
@@ -93,3 +96,19 @@ def put_together(header: Any, memory: cupy.ndarray) -> cupy.ndarray:
     dtype, shape, is_transposed = header
     elements = memory.view(dtype)
     return elements.reshape(shape[::-1]).T if is_transposed else elements.reshape(shape)
+
+
+def is_for_amd() -> bool:
+    """Return whether CuPy is built for AMD's GPUs."""
+    return bool(cupy.cuda.runtime.is_hip)
+
+
+def to_host(memory: cupy.ndarray) -> npt.NDArray[np.uint8]:
+    """Copy an array of bytes to the host."""
+    host: npt.NDArray[np.uint8] = cupy.asnumpy(memory)
+    return host
+
+
+def from_host(buffer: Any) -> cupy.ndarray:
+    """Copy bytes of the host to an array on the device."""
+    return cupy.asarray(np.frombuffer(buffer, dtype=np.uint8))

@@ -159,6 +159,6 @@ hipError_t hipPointerGetAttributes(struct attributes *attributes, const void *po
     attributes->type = type[found.kind];
     attributes->device = found.device;
     if (found.kind != PAGEABLE) attributes->device_pointer = (void *)pointer;
-    if (found.kind != DEVICE) attributes->host_pointer = (void *)pointer;
+    if (found.kind == PINNED) attributes->host_pointer = (void *)pointer;
     return hipSuccess;
 }
