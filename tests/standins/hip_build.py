@@ -131,7 +131,7 @@ def _make_hipcc(path: pathlib.Path) -> None:
 def _link(
     out: pathlib.Path, name: str, sources: Iterable[pathlib.Path], options: Iterable[str] = ()
 ) -> None:
-    fixed = ("-std=gnu11", "-O1", "-g", "-Wall", "-Werror", "-fPIC", "-shared", "-pthread")
+    fixed = ("-std=gnu11", "-O2", "-g", "-Wall", "-Werror", "-fPIC", "-shared", "-pthread")
     loose = ("-Wno-builtin-declaration-mismatch", f"-Wl,-soname,{name}")
     _call("gcc", *fixed, *loose, *options, "-o", str(out), *map(str, sources), "-ldl")
 

@@ -285,6 +285,7 @@ def test_driver_reports_the_facts_of_the_device(cupy):
 
 
 def test_missing_device_is_explained(cupy, monkeypatch):
+    monkeypatch.setattr("dask_gpurt.devices.cuda.driver.with_driver", lambda: ())
     assert why_no_cuda(1) is None
     assert why_no_cuda(2) == "CUDA has 2 devices, and none of number 2"
     cupy.cuda.runtime.n_devices = 0
