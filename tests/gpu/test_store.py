@@ -77,16 +77,16 @@ def test_live_worker_spills_more_than_the_pool_holds():
     import dask_gpurt
 
     def full(number):
-        return cupy.full(4 * MIB, number, dtype=cupy.uint8)
+        return cupy.full(MIB, number, dtype=cupy.uint8)
 
     def is_right(array, number):
         return bool((array == number).all())
 
     before = cupy.cuda.get_allocator()
     pool = cupy.cuda.MemoryPool()
-    pool.set_limit(size=64 * MIB)
+    pool.set_limit(size=16 * MIB)
     cupy.cuda.set_allocator(pool.malloc)
-    settings = {"gpurt.memory.device": "32 MiB", "distributed.worker.memory.spill": False}
+    settings = {"gpurt.memory.device": "8 MiB", "distributed.worker.memory.spill": False}
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     try:
         with (
@@ -101,6 +101,6 @@ def test_live_worker_spills_more_than_the_pool_holds():
             (worker,) = local.workers.values()
             assert sum(worker.data.is_spilled(value.key) for value in values) >= 24
             assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
-            assert pool.total_bytes() <= 64 * MIB
+            assert pool.total_bytes() <= 16 * MIB
     finally:
         cupy.cuda.set_allocator(before)

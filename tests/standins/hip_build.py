@@ -46,12 +46,11 @@ def why_no_standin() -> str | None:
 
 
 @functools.cache
-def built() -> pathlib.Path:
+def built(parent: pathlib.Path = pathlib.Path(sys.prefix) / "standin-hip") -> pathlib.Path:
     """Build the stand-in unless that was done before. Return its folder.
 
     Two processes may build at the same time: the first one to rename its folder wins.
     """
-    parent = pathlib.Path(sys.prefix) / "standin-hip"
     folder = parent / _key()
     if not folder.exists():
         parent.mkdir(exist_ok=True)

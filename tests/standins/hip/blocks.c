@@ -153,7 +153,7 @@ static void run_block(void) {
     }
     while (run.n_ended < run.n_threads) {
         int has_moved = 0;
-        for (unsigned n = 0; n < run.n_fibers; n++)
+        for (unsigned n = 0; n < run.n_fibers && run.n_ended < run.n_threads; n++)
             if (can_run(run.fibers[n])) {
                 resume(run.fibers[n]);
                 has_moved = 1;

@@ -13,8 +13,9 @@ static void run_copy(void *argument) {
     struct copy *copy = argument;
     long delay_us = setting("STANDIN_HIP_COPY_US", 0);
     if (delay_us) usleep(delay_us);
+    struct timespec began = {0};
     begin();
-    while (copies_are_held() && !is_lost()) wait_for_change();
+    while (copies_are_held() && !is_lost()) wait_held(&began);
     int lost = is_lost();
     end();
     if (!lost) memmove(copy->to, copy->from, copy->nbytes);

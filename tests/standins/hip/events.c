@@ -37,8 +37,9 @@ hipError_t hipEventDestroy(hipEvent_t event) {
 static void fire(void *argument) {
     struct mark *mark = argument;
     struct event *e = mark->event;
+    struct timespec began = {0};
     begin();
-    while (mark->never_fires && !is_free_of_faults() && !is_lost()) wait_for_change();
+    while (mark->never_fires && !is_free_of_faults() && !is_lost()) wait_held(&began);
     clock_gettime(CLOCK_MONOTONIC, &e->at);
     if (e->n_done < mark->number) e->n_done = mark->number;
     release(e);

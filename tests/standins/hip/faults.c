@@ -1,5 +1,6 @@
 /* Injected faults, and counts of calls, for tests: the only functions that are not HIP's. */
 #include "standin.h"
+#include <stdio.h>
 
 static int n_until_allocation_fails, n_until_event_sticks, are_copies_held, is_device_lost;
 static int is_clear = 1;
@@ -12,6 +13,19 @@ int event_never_fires(void) { return is_the_one(&n_until_event_sticks); }
 int copies_are_held(void) { return are_copies_held; }
 int is_lost(void) { return is_device_lost; }
 int is_free_of_faults(void) { return is_clear; }
+/* Ends the process after half a minute: a test that waits for what it holds back has to fail. */
+void wait_held(struct timespec *began) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    if (!began->tv_sec) *began = until;
+    if (until.tv_sec - began->tv_sec >= 30) {
+        fprintf(stderr, "stand-in for HIP: a fault held work back for half a minute\n");
+        abort();
+    }
+    until.tv_sec += 1;
+    pthread_cond_timedwait(&changed, &lock, &until);
+}
+
 void count(enum counter what) { __atomic_fetch_add(&counts[what], 1, __ATOMIC_RELAXED); }
 
 static void set(int *what, int value) {

@@ -57,6 +57,7 @@ int event_never_fires(void);
 int copies_are_held(void);
 int is_lost(void);
 int is_free_of_faults(void);
+void wait_held(struct timespec *began); /* zero at first; waits for a change */
 
 /* memory.c */
 enum kind { PAGEABLE, PINNED, DEVICE };
