@@ -16,8 +16,8 @@ import dask_gpurt
 from dask_gpurt.command.connect import ask
 from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
-from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.devices.vendors import NVIDIA
+from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import GpuFacts
 from tests.integration.memory_cluster import cluster, stores, until
 from tests.memory.emulated_gpu import Gpu, GpuArray

@@ -47,7 +47,7 @@ def _serialize(array: Any) -> tuple[dict[str, Any], list[memoryview]]:
     from dask_gpurt.frames.device import cupy_
 
     header, memory = cupy_.take_apart(array)
-    return {"array": pickle.dumps(header)}, [memoryview(cupy_.to_host(memory))]
+    return {"array": pickle.dumps(header)}, [cupy_.to_host(memory).data]
 
 
 def _deserialize(header: dict[str, Any], frames: Sequence[Any]) -> Any:

@@ -27,7 +27,6 @@ from dask_gpurt.plugins.memory.gpu_store import (
 from dask_gpurt.plugins.patches.worker_memory import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
-
 CUDA_HIDES = "CUDA_VISIBLE_DEVICES shows no GPU to this process"
 
 
