@@ -20,6 +20,7 @@ import math
 import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -73,7 +74,8 @@ def _read(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 class DeviceArrays(Protocol):
     """The functions of a device array library that are not part of NumPy's interface.
 
-    Returned memory can be used at once, by any thread.
+    Queued work of the library may still use new memory for its previous owner. So use the memory in
+    `computing`, or like the library does, or call `settle` first.
     """
 
     @property
@@ -87,10 +89,13 @@ class DeviceArrays(Protocol):
         """Allocate memory for other data than shards."""
 
     def to_device(self, buffer: npt.NDArray[np.uint8]) -> DeviceMemory:
-        """Copy host memory to the device."""
+        """Copy host memory to the device. The copy is done on return."""
 
-    def finish(self) -> None:
-        """Wait until all writes to arrays are done."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for work that follows all queued work, and is done at its end."""
+
+    def settle(self) -> None:
+        """Wait until new memory can be used by anything."""
 
 
 #: Libraries by the full name of their array type. A library is loaded at its first array.
@@ -305,11 +310,10 @@ class OpenChunk:
             memory = shard if shard is not None else device.empty(nbytes)
             elements = device.elements(memory, layout.dtype)
         first = 0
-        for _, box, shape, n in parts:
-            layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
-            first += n
-        if device is not None:
-            device.finish()
+        with device.computing() if device is not None else contextlib.nullcontext():
+            for _, box, shape, n in parts:
+                layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
+                first += n
         if shard is None:
             shard = empty(nbytes)
             memory.copy_to_host(shard)
@@ -400,7 +404,11 @@ class Arrays:
 
     def _allocated(self, nbytes: int) -> DeviceMemory | None:
         (name,) = self._devices.known
-        return self._devices[name].room(nbytes)
+        device = self._devices[name]
+        memory = device.room(nbytes)
+        if memory is not None:
+            device.settle()
+        return memory
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
         return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof, self._pickling)

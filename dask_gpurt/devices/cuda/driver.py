@@ -14,6 +14,7 @@ CuPy is imported when a driver is created, not before.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -184,11 +185,19 @@ class CupyDriver:
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
         with self.computing(stream):
-            if self.pool == "cupy":
-                return self._cupy.cuda.alloc(nbytes)
-            from rmm.allocators.cupy import rmm_cupy_allocator
+            try:
+                return self._allocated(nbytes)
+            except MemoryError:
+                if not free_kept_memory():
+                    raise
+                return self._allocated(nbytes)
 
-            return rmm_cupy_allocator(nbytes)
+    def _allocated(self, nbytes: int) -> Any:
+        if self.pool == "cupy":
+            return self._cupy.cuda.alloc(nbytes)
+        from rmm.allocators.cupy import rmm_cupy_allocator
+
+        return rmm_cupy_allocator(nbytes)
 
     def borrow(self, memory: Any) -> Any:
         address, _ = memory.__cuda_array_interface__["data"]
@@ -238,6 +247,26 @@ class CupyDriver:
         except self._runtime.CUDARuntimeError as error:
             raise MemoryError(f"{nbytes} bytes cannot be pinned: {error}") from error
         return np.frombuffer(cuda.PinnedMemoryPointer(memory, 0), dtype=np.uint8, count=nbytes)
+
+
+def free_kept_memory() -> bool:
+    """Return to the current device what CuPy's pools keep for reuse. False if that was nothing.
+
+    A pool does so before it fails, but only for itself: a program may have several, and RMM.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return False
+    # The allocator in use may be a method of a pool, below a hook of ours.
+    allocator = inspect.unwrap(cupy.cuda.get_allocator())
+    pools = {cupy.get_default_memory_pool(), getattr(allocator, "__self__", None)}
+    is_any = False
+    for pool in pools:
+        if isinstance(pool, cupy.cuda.MemoryPool) and pool.free_bytes():
+            before_nbytes = pool.total_bytes()
+            pool.free_all_blocks()
+            is_any |= pool.total_bytes() < before_nbytes
+    return is_any
 
 
 def _rmm_has_a_pool(number: int) -> bool:
