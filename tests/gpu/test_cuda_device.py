@@ -12,6 +12,7 @@ from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
+from dask_gpurt.devices.ledger import Ledger
 from tests.conformance.device_suite import DeviceSuite
 from tests.conformance.stream_programs import double, noise
 from tests.gpu.requirements import needs_gpu
@@ -24,6 +25,13 @@ MIB = 1 << 20
 class TestCuda(DeviceSuite):
     def make_device(self, capacity_nbytes, seed=0):
         return CudaDevice(CupyDriver(), capacity_nbytes)
+
+
+class TestTimedCuda(DeviceSuite):
+    """The same with two events around each piece of work."""
+
+    def make_device(self, capacity_nbytes, seed=0):
+        return CudaDevice(CupyDriver(), capacity_nbytes, Ledger())
 
 
 @pytest.fixture

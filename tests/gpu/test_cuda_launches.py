@@ -1,6 +1,7 @@
 """CuPy's kernels request the planned memory and compute the same, and plans are right.
 
-All on a GPU of NVIDIA's. Each test runs in a new process, because CuPy must be intercepted before it calls the driver.
+All on a GPU of NVIDIA's. Each test runs in a new process, because CuPy must be intercepted before
+it calls the driver.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ class CupyDriver:
         event.synchronize()
 
     def make_wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
+        with self._here():
+            stream.wait_event(event)
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
         with self.computing(stream):
@@ -227,7 +228,10 @@ class CupyDriver:
 
     def _copy(self, target: int, source: int, nbytes: int, kind: str, stream: Any) -> None:
         runtime = self._runtime
-        runtime.memcpyAsync(target, source, nbytes, getattr(runtime, f"memcpy{kind}"), stream.ptr)
+        direction = getattr(runtime, f"memcpy{kind}")
+        # A thread that has chosen no device would begin to use the first one.
+        with self._here():
+            runtime.memcpyAsync(target, source, nbytes, direction, stream.ptr)
 
     def array(self, memory: Any, start: int, nbytes: int) -> Any:
         cupy = self._cupy

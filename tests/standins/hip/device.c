@@ -17,7 +17,7 @@ static int n_devices(void) {
     const char *visible = getenv("HIP_VISIBLE_DEVICES");
     if (!visible) visible = getenv("ROCR_VISIBLE_DEVICES");
     if (visible && (!*visible || *visible == '-')) return 0;
-    int n = setting("STANDIN_HIP_DEVICES", 1);
+    int n = setting("STANDIN_HIP_DEVICES", 2);
     return n < MOST_DEVICES ? n : MOST_DEVICES;
 }
 

@@ -95,16 +95,16 @@ hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned fla
     return queued(stream, hold_back, event, mark);
 }
 
+/* A thread may ask for events of any device. */
 hipError_t hipEventQuery(hipEvent_t event) {
-    NEED_DEVICE;
     begin();
-    hipError_t error = event->n_done < event->n_recorded ? hipErrorNotReady : hipSuccess;
+    hipError_t error = is_lost() ? hipErrorLaunchFailure
+                       : event->n_done < event->n_recorded ? hipErrorNotReady : hipSuccess;
     end();
     return noted(error);
 }
 
 hipError_t hipEventSynchronize(hipEvent_t event) {
-    NEED_DEVICE;
     begin();
     uint64_t number = event->n_recorded;
     while (event->n_done < number && !is_lost()) wait_for_change();
