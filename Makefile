@@ -38,8 +38,8 @@ endif
 
 comma := ,
 
-.PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask test-thirdparty \
-    check docs coverage bench clean
+.PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask \
+    test-thirdparty check docs coverage bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -64,7 +64,7 @@ test-newest: $(VENV_NEWEST)/installed
 # The tests of GPUs, with CuPy for ROCm on a stand-in for AMD's driver (tests/standins/hip).
 test-standins: $(VENV_HIP)/installed
 	$(VENV_HIP)/bin/python -m tests.standins.hip_run -m pytest -n $(JOBS) \
-	    tests/gpu tests/standins
+	    tests/gpu tests/standins tests/devices/cuda
 
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
@@ -192,5 +192,5 @@ $(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) $(VENV_HIP) build dist *.egg-info \
-	    .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) $(VENV_HIP) \
+	    build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage

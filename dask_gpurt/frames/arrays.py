@@ -74,8 +74,7 @@ def _read(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 class DeviceArrays(Protocol):
     """The functions of a device array library that are not part of NumPy's interface.
 
-    Queued work of the library may still use new memory for its previous owner. So use the memory in
-    `computing`, or like the library does, or call `settle` first.
+    Queued work may still use new memory for its previous owner. Use it in `computing`.
     """
 
     @property
@@ -94,8 +93,8 @@ class DeviceArrays(Protocol):
     def computing(self) -> AbstractContextManager[None]:
         """Return a context for work that follows all queued work, and is done at its end."""
 
-    def settle(self) -> None:
-        """Wait until new memory can be used by anything."""
+    def arriving(self, nbytes: int) -> DeviceMemory | None:
+        """Allocate room for a shard that anything may write at once."""
 
 
 #: Libraries by the full name of their array type. A library is loaded at its first array.
@@ -404,11 +403,7 @@ class Arrays:
 
     def _allocated(self, nbytes: int) -> DeviceMemory | None:
         (name,) = self._devices.known
-        device = self._devices[name]
-        memory = device.room(nbytes)
-        if memory is not None:
-            device.settle()
-        return memory
+        return self._devices[name].arriving(nbytes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
         return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof, self._pickling)

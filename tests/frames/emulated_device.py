@@ -267,5 +267,5 @@ class EmulatedArrays:
     def computing(self):
         return contextlib.nullcontext()
 
-    def settle(self):
-        pass
+    def arriving(self, nbytes):
+        return self.room(nbytes)

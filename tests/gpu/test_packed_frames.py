@@ -6,7 +6,6 @@ The tables are Arrow's, in host memory: with cuDF, `test_frames` has both on the
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from dask_gpurt.devices.cuda.driver import CupyDriver
 from dask_gpurt.devices.host_memory.pinned import PinnedPool

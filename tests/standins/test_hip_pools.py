@@ -13,10 +13,11 @@ MIB = 1 << 20
 
 @pytest.fixture
 def cupy(standin, monkeypatch):
-    """CuPy on a device of 64 MiB, 48 of which its default pool keeps, with another pool in use."""
+    """CuPy with 64 MiB left, 48 of which its default pool keeps, and with another pool in use."""
     cupy = pytest.importorskip("cupy")
     cupy.get_default_memory_pool().free_all_blocks()
-    monkeypatch.setenv("STANDIN_HIP_MEMORY", str(64 * MIB))
+    free_nbytes, total_nbytes = cupy.cuda.runtime.memGetInfo()
+    monkeypatch.setenv("STANDIN_HIP_MEMORY", str(total_nbytes - free_nbytes + 64 * MIB))
     before = cupy.cuda.get_allocator()
     cupy.empty(48 * MIB, "u1")
     assert cupy.get_default_memory_pool().free_bytes() >= 48 * MIB

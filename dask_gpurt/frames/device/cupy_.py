@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.adapter import DeviceAllocator
+from dask_gpurt.frames.adapter import DeviceAllocator, DeviceMemory
 
 #: The type of CuPy's arrays.
 Array = cupy.ndarray
@@ -86,8 +86,11 @@ class CupyArrays:
             done = _recorded(stream)
         done.synchronize()
 
-    def settle(self) -> None:
-        _recorded(cupy.cuda.get_current_stream()).synchronize()
+    def arriving(self, nbytes: int) -> DeviceMemory | None:
+        memory = self.room(nbytes)
+        if memory is not None:
+            _recorded(cupy.cuda.get_current_stream()).synchronize()
+        return memory
 
 
 def _device() -> int:
