@@ -64,7 +64,7 @@ test-newest: $(VENV_NEWEST)/installed
 # The tests of GPUs, with CuPy for ROCm on a stand-in for AMD's driver (tests/standins/hip).
 test-standins: $(VENV_HIP)/installed
 	$(VENV_HIP)/bin/python -m tests.standins.hip_run -m pytest -n $(JOBS) \
-	    tests/gpu tests/standins tests/devices/cuda
+	    tests/gpu tests/standins tests/devices/cuda tests/frames/device/test_cupy_values.py
 
 # distributed's packages come without its tests, so DISTRIBUTED is a clone of it. Not a part of
 # `test`, which needs nothing that an installation does not bring.
