@@ -182,7 +182,8 @@ $(VENV_OTHER)/installed: $(WHEEL)
 $(VENV_HIP)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_HIP),$(PYTHON))
 	$(call install,$(VENV_HIP),$(OLDEST),[test])
-	$(VENV_HIP)/bin/python -m pip install --quiet "cupy-rocm-7-0==$(CUPY_ROCM)"
+	$(VENV_HIP)/bin/python -m pip install --quiet "cupy-rocm-7-0==$(CUPY_ROCM)" || \
+	    echo "no CuPy for AMD's GPUs here: its tests are skipped" >&2
 	touch $@
 
 # The site reads the package from this folder; the wheel brings what it needs.

@@ -9,5 +9,6 @@ from tests.standins.hip_build import environment, why_no_standin
 
 if __name__ == "__main__":
     if (why := why_no_standin()) is not None:
-        sys.exit(f"no stand-in for HIP: {why}")
+        print(f"skipped: no stand-in for HIP: {why}", file=sys.stderr)
+        sys.exit()
     os.execve(sys.executable, [sys.executable, *sys.argv[1:]], environment())

@@ -59,7 +59,7 @@ def test_late_copies_of_values_are_waited_for(cupy, standin, faults):
     np.testing.assert_array_equal(found[0][0], np.arange(MIB).astype(np.uint8))
 
 
-def test_evicted_value_takes_one_copy_and_no_wait_for_default_stream(cupy, standin):
+def test_evicted_value_takes_one_copy_on_a_stream_of_ours(cupy, standin):
     copies = LibraryCopies(CupyDriver())
     array = cupy.ones(MIB, np.uint8)
     with counted(standin) as calls:

@@ -1,14 +1,15 @@
 /* Runs the threads of a kernel's blocks, one block after the other.
 
-   Each thread runs on a fiber, a stack of its own. One that ends without waiting leaves its fiber to
-   the next one. One that waits for others gives up the processor, and another fiber goes on. */
+   Each thread runs on a fiber, a stack of its own. One that ends without waiting leaves its fiber
+   to the next one. One that waits for others gives up the processor, and another fiber goes on. */
 #include "standin.h"
 #include <setjmp.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
-enum { STACK_NBYTES = 128 << 10, MOST_THREADS = 1024, WARP_SIZE = 64, N_WARPS = MOST_THREADS / WARP_SIZE };
+enum { STACK_NBYTES = 128 << 10, MOST_THREADS = 1024, WARP_SIZE = 64 };
+enum { N_WARPS = MOST_THREADS / WARP_SIZE };
 
 /* The place of the running thread, read by kernels. */
 __thread struct { struct dim3 thread, block, block_size, grid_size; char *shared; } standin_place;
@@ -53,7 +54,8 @@ static void leave(struct barrier *b) {
 static void set_place(unsigned number) {
     struct dim3 size = standin_place.block_size;
     run.last = number;
-    standin_place.thread = (struct dim3){number % size.x, number / size.x % size.y, number / (size.x * size.y)};
+    unsigned row = number / size.x;
+    standin_place.thread = (struct dim3){number % size.x, row % size.y, row / size.y};
 }
 
 static void give_up(struct fiber *me) {
@@ -161,13 +163,14 @@ static void run_block(void) {
         if (run.n_begun < run.n_threads) {
             resume(new_fiber());
         } else if (!has_moved && !open_warps()) {
-            fprintf(stderr, "stand-in for HIP: the threads of a block wait for each other forever\n");
+            fprintf(stderr, "stand-in for HIP: all threads of a block wait for each other\n");
             abort();
         }
     }
 }
 
-void run_grid(void (*body)(void *), void *argument, struct dim3 grid, struct dim3 block, size_t shared_nbytes) {
+void run_grid(void (*body)(void *), void *argument, struct dim3 grid, struct dim3 block,
+              size_t shared_nbytes) {
     run.body = body;
     run.argument = argument;
     run.n_threads = block.x * block.y * block.z;

@@ -9,7 +9,9 @@ enum { SUCCESS = 0, INVALID_INPUT = 3, COMPILATION = 6 };
 typedef struct program { char *source, *log, *code; size_t code_nbytes; } *hiprtcProgram;
 
 int hiprtcVersion(int *major, int *minor) { *major = 7; *minor = 0; return SUCCESS; }
-const char *hiprtcGetErrorString(int error) { return error ? "the program cannot be compiled" : "success"; }
+const char *hiprtcGetErrorString(int error) {
+    return error ? "the program cannot be compiled" : "success";
+}
 
 int hiprtcCreateProgram(hiprtcProgram *program, const char *source, const char *name, int n_headers,
                         const char **headers, const char **names) {
@@ -47,8 +49,10 @@ static char *contents(const char *folder, const char *name, size_t *nbytes) {
 static int compiled(const char *folder, int n, const char **options) {
     const char *arguments[n + 6];
     int at = 0;
-    for (const char *head[] = {STANDIN_PYTHON, "-ISE", STANDIN_SCRIPT, folder}, **one = head; at < 4;)
-        arguments[at++] = *one++;
+    arguments[at++] = STANDIN_PYTHON;
+    arguments[at++] = "-ISE";
+    arguments[at++] = STANDIN_SCRIPT;
+    arguments[at++] = folder;
     for (int i = 0; i < n; i++) arguments[at++] = options[i];
     arguments[at] = NULL;
     pid_t child = vfork();
@@ -73,8 +77,9 @@ int hiprtcCompileProgram(hiprtcProgram program, int n, const char **options) {
     free(program->log);
     program->log = contents(folder, "log", &log_nbytes);
     program->code = contents(folder, "kernel.so", &program->code_nbytes);
-    for (const char *names[] = {"kernel.hip", "kernel.cpp", "kernel.so", "log"}, **name = names; name < names + 4; name++) {
-        snprintf(path, sizeof path, "%s/%s", folder, *name);
+    const char *names[] = {"kernel.hip", "kernel.cpp", "kernel.so", "log"};
+    for (int i = 0; i < 4; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
         unlink(path);
     }
     rmdir(folder);
@@ -82,15 +87,29 @@ int hiprtcCompileProgram(hiprtcProgram program, int n, const char **options) {
 }
 
 /* CuPy takes off the last byte, which is 0 in the code of NVIDIA's compiler. */
-int hiprtcGetCodeSize(hiprtcProgram program, size_t *nbytes) { *nbytes = program->code_nbytes + 1; return SUCCESS; }
+int hiprtcGetCodeSize(hiprtcProgram program, size_t *nbytes) {
+    *nbytes = program->code_nbytes + 1;
+    return SUCCESS;
+}
 int hiprtcGetCode(hiprtcProgram program, char *code) {
     memcpy(code, program->code, program->code_nbytes);
     code[program->code_nbytes] = 0;
     return SUCCESS;
 }
-int hiprtcGetProgramLogSize(hiprtcProgram program, size_t *nbytes) { *nbytes = strlen(program->log) + 1; return SUCCESS; }
-int hiprtcGetProgramLog(hiprtcProgram program, char *log) { strcpy(log, program->log); return SUCCESS; }
-int hiprtcAddNameExpression(hiprtcProgram program, const char *name) { (void)program, (void)name; return INVALID_INPUT; }
+int hiprtcGetProgramLogSize(hiprtcProgram program, size_t *nbytes) {
+    *nbytes = strlen(program->log) + 1;
+    return SUCCESS;
+}
+int hiprtcGetProgramLog(hiprtcProgram program, char *log) {
+    strcpy(log, program->log);
+    return SUCCESS;
+}
+
+/* Templates are not supported. */
+int hiprtcAddNameExpression(hiprtcProgram program, const char *name) {
+    (void)program, (void)name;
+    return INVALID_INPUT;
+}
 int hiprtcGetLoweredName(hiprtcProgram program, const char *name, const char **lowered) {
     (void)program, (void)name, (void)lowered;
     return INVALID_INPUT;

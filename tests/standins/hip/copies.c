@@ -90,4 +90,6 @@ hipError_t hipMemsetAsync(void *target, int value, size_t nbytes, hipStream_t st
     if (error) free(fill);
     return noted(error);
 }
-hipError_t hipMemset(void *to, int value, size_t nbytes) { return hipMemsetAsync(to, value, nbytes, 0); }
+hipError_t hipMemset(void *to, int value, size_t nbytes) {
+    return hipMemsetAsync(to, value, nbytes, NULL);
+}

@@ -1,7 +1,7 @@
 /* Devices, their properties, errors, and the device of each thread.
 
-   In strict mode, a thread has no device until it has chosen one by `hipSetDevice`: code that counts
-   on device 0 fails there, as it would go wrong on the second device of a machine. */
+   In strict mode, a thread has no device until it has chosen one by `hipSetDevice`: code that
+   counts on device 0 fails there, as it would go wrong on the second device of a machine. */
 #include "standin.h"
 #include <stdio.h>
 
@@ -14,9 +14,12 @@ long setting(const char *name, long otherwise) {
 }
 
 static int n_devices(void) {
-    const char *visible = getenv("HIP_VISIBLE_DEVICES");
-    if (!visible) visible = getenv("ROCR_VISIBLE_DEVICES");
-    if (visible && (!*visible || *visible == '-')) return 0;
+    /* An empty variable counts as one that is not set. */
+    const char *names[] = {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"};
+    for (int i = 0; i < 3; i++) {
+        const char *visible = getenv(names[i]);
+        if (visible && *visible == '-') return 0;
+    }
     int n = setting("STANDIN_HIP_DEVICES", 2);
     return n < MOST_DEVICES ? n : MOST_DEVICES;
 }
@@ -37,7 +40,10 @@ hipError_t usable(void) {
     return lost ? hipErrorLaunchFailure : hipSuccess;
 }
 
-hipError_t hipInit(unsigned flags) { (void)flags; return noted(n_devices() ? hipSuccess : hipErrorNoDevice); }
+hipError_t hipInit(unsigned flags) {
+    (void)flags;
+    return noted(n_devices() ? hipSuccess : hipErrorNoDevice);
+}
 
 hipError_t hipGetDeviceCount(int *n) {
     *n = n_devices();
@@ -55,7 +61,11 @@ hipError_t hipSetDevice(int device) {
 
 hipError_t hipDriverGetVersion(int *version) { *version = 70051831; return hipSuccess; }
 hipError_t hipRuntimeGetVersion(int *version) { *version = 70051831; return hipSuccess; }
-hipError_t hipGetLastError(void) { hipError_t error = last_error; last_error = hipSuccess; return error; }
+hipError_t hipGetLastError(void) {
+    hipError_t error = last_error;
+    last_error = hipSuccess;
+    return error;
+}
 hipError_t hipPeekAtLastError(void) { return last_error; }
 
 static const struct { hipError_t error; const char *name, *text; } errors[] = {

@@ -57,7 +57,8 @@ static void hold_back(void *argument) {
     free(mark);
 }
 
-static hipError_t queued(hipStream_t stream, work_function run, hipEvent_t event, struct mark *mark) {
+static hipError_t queued(hipStream_t stream, work_function run, hipEvent_t event,
+                         struct mark *mark) {
     hipError_t error = put(stream, run, mark);
     if (error) {
         begin();
@@ -116,7 +117,8 @@ hipError_t hipEventSynchronize(hipEvent_t event) {
 hipError_t hipEventElapsedTime(float *ms, hipEvent_t first, hipEvent_t second) {
     hipError_t error = hipSuccess;
     begin();
-    if ((first->flags | second->flags) & DISABLE_TIMING || !first->n_recorded || !second->n_recorded)
+    int have_times = !((first->flags | second->flags) & DISABLE_TIMING);
+    if (!have_times || !first->n_recorded || !second->n_recorded)
         error = hipErrorInvalidHandle;
     else if (first->n_done < first->n_recorded || second->n_done < second->n_recorded)
         error = hipErrorNotReady;

@@ -1,7 +1,8 @@
 /* Device and pinned memory, as memory of the host.
 
-   Device memory is mapped twice. Copies use the one mapping. The other, at the address that programs
-   see, can be used only while a kernel runs: host code that takes it for the host's crashes. */
+   Device memory is mapped twice. Copies use the one mapping. The other, at the address that
+   programs see, can be used only while a kernel runs. Host code that takes it for the host's
+   crashes. */
 #include "standin.h"
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,7 +24,7 @@ static int n_open;
 static size_t total_nbytes(void) { return (size_t)setting("STANDIN_HIP_MEMORY", 1L << 30); }
 
 struct found look_up(const void *pointer) {
-    struct found found = {.kind = PAGEABLE, .device = -2, .real = (char *)pointer, .left_nbytes = SIZE_MAX};
+    struct found found = {PAGEABLE, -2, (char *)pointer, SIZE_MAX};
     const char *at = pointer;
     begin();
     for (struct allocation *a = allocations; a; a = a->next)
@@ -148,7 +149,12 @@ hipError_t hipMemGetInfo(size_t *free_nbytes, size_t *total) {
     return hipSuccess;
 }
 
-struct attributes { int type, device; void *device_pointer, *host_pointer; int is_managed; unsigned flags; };
+struct attributes {
+    int type, device;
+    void *device_pointer, *host_pointer;
+    int is_managed;
+    unsigned flags;
+};
 
 hipError_t hipPointerGetAttributes(struct attributes *attributes, const void *pointer) {
     NEED_DEVICE;

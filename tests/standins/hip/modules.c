@@ -1,4 +1,4 @@
-/* Modules are shared objects of this processor, made by compiler.c; kernels are functions in them. */
+/* Modules are shared objects of this processor, made by compiler.c; kernels are their functions. */
 #include "standin.h"
 #include <dlfcn.h>
 #include <elf.h>
@@ -50,9 +50,10 @@ struct launch { struct packed *packed; struct dim3 grid, block; size_t shared_nb
 static void run_launch(void *argument) {
     struct launch *launch = argument;
     open_device_memory();
-    run_grid(launch->packed->body, launch->packed, launch->grid, launch->block, launch->shared_nbytes);
+    struct packed *packed = launch->packed;
+    run_grid(packed->body, packed, launch->grid, launch->block, launch->shared_nbytes);
     close_device_memory();
-    launch->packed->destroy(launch->packed);
+    packed->destroy(packed);
     free(launch);
 }
 
@@ -66,10 +67,11 @@ hipError_t hipModuleLaunchKernel(void *function, unsigned gx, unsigned gy, unsig
         return noted(hipErrorInvalidValue);
     count(LAUNCHES);
     struct launch *launch = malloc(sizeof *launch);
-    *launch = (struct launch){((packer)function)(arguments), {gx, gy, gz}, {bx, by, bz}, shared_nbytes};
+    struct packed *packed = ((packer)function)(arguments);
+    *launch = (struct launch){packed, {gx, gy, gz}, {bx, by, bz}, shared_nbytes};
     hipError_t error = put(stream, run_launch, launch);
     if (error) {
-        launch->packed->destroy(launch->packed);
+        packed->destroy(packed);
         free(launch);
     }
     return noted(error);

@@ -162,7 +162,9 @@ hipError_t hipStreamCreateWithPriority(hipStream_t *stream, unsigned flags, int 
 hipError_t hipStreamCreateWithFlags(hipStream_t *stream, unsigned flags) {
     return hipStreamCreateWithPriority(stream, flags, 0);
 }
-hipError_t hipStreamCreate(hipStream_t *stream) { return hipStreamCreateWithPriority(stream, 0, 0); }
+hipError_t hipStreamCreate(hipStream_t *stream) {
+    return hipStreamCreateWithPriority(stream, 0, 0);
+}
 
 hipError_t hipDeviceGetStreamPriorityRange(int *least, int *greatest) {
     *least = 1;

@@ -32,7 +32,10 @@ struct uint4 { unsigned x, y, z, w; };
 // Of blocks.c.
 struct standin_index { unsigned x, y, z; };
 extern "C" {
-extern thread_local struct { standin_index thread, block, block_size, grid_size; char *shared; } standin_place;
+extern thread_local struct {
+    standin_index thread, block, block_size, grid_size;
+    char *shared;
+} standin_place;
 void standin_wait_for_block();
 void standin_wait_for_warp();
 uint64_t standin_exchange(uint64_t value, unsigned from);
@@ -87,7 +90,10 @@ template <class T> static inline T __shfl_xor(T value, int mask, int width = war
 }
 // All lanes of a warp must take part here, whatever the mask.
 #define STANDIN_SYNC(name)                                                            \
-    template <class T, class... A> static inline T name##_sync(uint64_t, T value, A... rest) { return name(value, rest...); }
+    template <class T, class... A>                                                     \
+    static inline T name##_sync(uint64_t, T value, A... rest) {                        \
+        return name(value, rest...);                                                   \
+    }
 STANDIN_SYNC(__shfl)
 STANDIN_SYNC(__shfl_up)
 STANDIN_SYNC(__shfl_down)
@@ -106,7 +112,8 @@ template <class T, class F> static inline T standin_atomic(T *at, F changed) {
         memcpy(&value, &old, sizeof value);
         T next = changed(value);
         memcpy(&wanted, &next, sizeof wanted);
-    } while (!__atomic_compare_exchange_n((Bits *)at, &old, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+    } while (!__atomic_compare_exchange_n((Bits *)at, &old, wanted, false, __ATOMIC_SEQ_CST,
+                                          __ATOMIC_RELAXED));
     return value;
 }
 #define STANDIN_ATOMIC(name, expression)                                                        \
