@@ -21,8 +21,8 @@ def register() -> None:
     """Let Dask send and receive CuPy's arrays on any GPU."""
     for dispatch in (dask_serialize, dask_deserialize, cuda_serialize, cuda_deserialize):
         dispatch.register_lazy("cupy")(_look_up)
-    if "cupy" in sys.modules:
-        # Dask may have looked before.
+    if "distributed.protocol.cupy" in sys.modules:
+        # Dask has looked before, and does not look again.
         _replace()
 
 
