@@ -87,6 +87,8 @@ def test_live_worker_spills_more_than_the_pool_holds():
     pool.set_limit(size=16 * MIB)
     cupy.cuda.set_allocator(pool.malloc)
     settings = {"gpurt.memory.device": "8 MiB", "distributed.worker.memory.spill": False}
+    # The worker shares this process with the tests, whose memory would pause it.
+    settings["distributed.worker.memory.pause"] = False
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     try:
         with (
