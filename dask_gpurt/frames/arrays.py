@@ -20,6 +20,7 @@ import math
 import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -73,7 +74,7 @@ def _read(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 class DeviceArrays(Protocol):
     """The functions of a device array library that are not part of NumPy's interface.
 
-    Returned memory can be used at once, by any thread.
+    Queued work may still use new memory for its previous owner. Use it in `computing`.
     """
 
     @property
@@ -87,10 +88,13 @@ class DeviceArrays(Protocol):
         """Allocate memory for other data than shards."""
 
     def to_device(self, buffer: npt.NDArray[np.uint8]) -> DeviceMemory:
-        """Copy host memory to the device."""
+        """Copy host memory to the device. The copy is done on return."""
 
-    def finish(self) -> None:
-        """Wait until all writes to arrays are done."""
+    def computing(self) -> AbstractContextManager[None]:
+        """Return a context for work that follows all queued work, and is done at its end."""
+
+    def arriving(self, nbytes: int) -> DeviceMemory | None:
+        """Allocate room for a shard that anything may write at once."""
 
 
 #: Libraries by the full name of their array type. A library is loaded at its first array.
@@ -305,11 +309,10 @@ class OpenChunk:
             memory = shard if shard is not None else device.empty(nbytes)
             elements = device.elements(memory, layout.dtype)
         first = 0
-        for _, box, shape, n in parts:
-            layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
-            first += n
-        if device is not None:
-            device.finish()
+        with device.computing() if device is not None else contextlib.nullcontext():
+            for _, box, shape, n in parts:
+                layout.shaped(elements[first : first + n], shape)[...] = chunk[box]
+                first += n
         if shard is None:
             shard = empty(nbytes)
             memory.copy_to_host(shard)
@@ -400,7 +403,7 @@ class Arrays:
 
     def _allocated(self, nbytes: int) -> DeviceMemory | None:
         (name,) = self._devices.known
-        return self._devices[name].room(nbytes)
+        return self._devices[name].arriving(nbytes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
         return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof, self._pickling)

@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
 from dask_gpurt.plugins import bootstrap, client_origin
+from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.shuffle import figures
@@ -55,6 +56,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
     """
     if reason := p2p.unsupported_reason():
         raise ActivationError(f"{reason}; stock Dask runs")
+    cupy_messages.register()
     if settings.topology.text is not None:
         text, name = settings.topology.text, settings.topology.file or "topology"
         await asyncio.to_thread(description.parse, text, name)

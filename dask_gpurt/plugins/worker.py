@@ -25,7 +25,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.memory import gpu_store
+from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
@@ -375,6 +375,7 @@ class Attachment:
         from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
         gpu_store.register_sizeof()
+        cupy_messages.register()
         self._worker = worker
         self.state = state = runtime_of(worker)
         state.attach()

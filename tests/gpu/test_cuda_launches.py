@@ -1,6 +1,7 @@
-"""On a GPU, CuPy's kernels request the planned memory and compute the same, and plans are right.
+"""CuPy's kernels request the planned memory and compute the same, and plans are right.
 
-Each test runs in a new process, because CuPy must be intercepted before it calls the driver.
+All on a GPU of NVIDIA's. Each test runs in a new process, because CuPy must be intercepted before
+it calls the driver.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import subprocess
 import sys
 import textwrap
 
-from tests.gpu.requirements import needs_gpu
+from tests.gpu.requirements import needs_nvidia
 
-pytestmark = needs_gpu
+pytestmark = needs_nvidia
 
 HEAD = """
     from dask_gpurt.devices.occupancy.launches import cupy_launches

@@ -254,6 +254,7 @@ class TestMemory:
         memory = self.made(kind, 1000)
         assert memory.nbytes == len(memory) == 1000
         cupy.asarray(memory)[:] = cupy.arange(1000).astype(np.uint8)
+        cupy.cuda.get_current_stream().synchronize()
         out = np.empty(10, np.uint8)
         memory.copy_to_host(out, 20)
         assert out.tolist() == list(range(20, 30))

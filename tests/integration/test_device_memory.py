@@ -16,6 +16,7 @@ import dask_gpurt
 from dask_gpurt.command.connect import ask
 from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
+from dask_gpurt.devices.vendors import NVIDIA
 from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import GpuFacts
 from tests.integration.memory_cluster import cluster, stores, until
@@ -35,7 +36,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", gpu.cupy)
     monkeypatch.setitem(sys.modules, "rmm", None)
     monkeypatch.setattr(gpu_store, "open_driver", lambda: gpu)
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, True, None))
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, (NVIDIA,)))
     yield gpu
     gpu.host.close()
 
@@ -133,7 +134,7 @@ def test_host_values_do_not_open_the_device(gpu, monkeypatch):
 
 
 def test_store_without_a_gpu_has_no_device_level(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, False, None))
+    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, ()))
     with cluster(n_workers=1) as client:
         assert list(levels(stores(client)[0])) == ["memory", "disk", "inherited"]
         (report,) = ask(client)["workers"].values()

@@ -16,6 +16,10 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from tests.devices.emulated_cuda import EmulatedCuda
 
 
+class NoPool:
+    """The type of pools, of which there are none."""
+
+
 class Gpu(EmulatedCuda):
     """An emulated driver that takes all memory from a replaceable allocator.
 
@@ -32,7 +36,10 @@ class Gpu(EmulatedCuda):
         self.most_nbytes = 0
         self.allocator = self._from_the_device
         self.cupy = types.ModuleType("cupy")
+        # No pool lies below the allocator, so there is nothing that one would keep.
+        self.cupy.get_default_memory_pool = lambda: None
         self.cupy.cuda = types.SimpleNamespace(
+            MemoryPool=NoPool,
             get_allocator=lambda: self.allocator,
             set_allocator=lambda allocator: setattr(self, "allocator", allocator),
             get_device_id=lambda: 0,

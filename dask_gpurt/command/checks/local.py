@@ -86,7 +86,7 @@ def packages() -> list[Finding]:
     for name in _OPTIONAL:
         wheels = {
             "nvcomp": ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12"),
-            "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+            "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-rocm-7-0", "cupy"),
         }.get(name, (f"{name}-cu13", f"{name}-cu12", name))
         versions = [version for wheel in wheels if (version := _version(wheel))]
         found.append(Finding("ok", name, versions[0] if versions else "not installed (optional)"))

@@ -1,4 +1,4 @@
-"""The CUDA calls of `devices.cuda.gpu`, made through CuPy.
+"""The CUDA or HIP calls of `devices.cuda.gpu`, made through CuPy.
 
 The driver makes no decisions. So the code that decides is tested without a GPU, over a driver that
 follows the same rules (`tests/devices/emulated_cuda.py`).
@@ -14,6 +14,8 @@ CuPy is imported when a driver is created, not before.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -23,9 +25,10 @@ import numpy as np
 
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer as Bytes
+from dask_gpurt.devices.vendors import AMD, NVIDIA, mismatch, with_driver
 
-#: CUDA runs smaller numbers first, from -5 on recent devices to 0, and clamps numbers outside the
-#: device's range. No priority is lower than 0, which is also the default of other libraries.
+#: Smaller numbers run first: from -5 on recent devices of NVIDIA, and from -1 on those of AMD, to
+#: 0. Numbers outside the range are clamped. 0 is also the default of other libraries.
 _PRIORITIES = {Priority.HIGH: -5, Priority.NORMAL: 0, Priority.LOW: 0}
 
 
@@ -114,7 +117,7 @@ class _Borrowed(NamedTuple):
 
 
 class CupyDriver:
-    """A CUDA device, called through CuPy.
+    """A GPU of NVIDIA or AMD, called through CuPy.
 
     Parameters
     ----------
@@ -178,15 +181,24 @@ class CupyDriver:
         event.synchronize()
 
     def make_wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
+        with self._here():
+            stream.wait_event(event)
 
     def allocate(self, nbytes: int, stream: Any) -> Any:
         with self.computing(stream):
-            if self.pool == "cupy":
-                return self._cupy.cuda.alloc(nbytes)
-            from rmm.allocators.cupy import rmm_cupy_allocator
+            try:
+                return self._allocated(nbytes)
+            except MemoryError:
+                if not free_kept_memory():
+                    raise
+                return self._allocated(nbytes)
 
-            return rmm_cupy_allocator(nbytes)
+    def _allocated(self, nbytes: int) -> Any:
+        if self.pool == "cupy":
+            return self._cupy.cuda.alloc(nbytes)
+        from rmm.allocators.cupy import rmm_cupy_allocator
+
+        return rmm_cupy_allocator(nbytes)
 
     def borrow(self, memory: Any) -> Any:
         address, _ = memory.__cuda_array_interface__["data"]
@@ -194,8 +206,12 @@ class CupyDriver:
 
     def is_elsewhere(self, memory: Any) -> bool:
         address, _ = memory.__cuda_array_interface__["data"]
-        # Negative for memory that CUDA does not know, such as host memory.
-        number: int = self._runtime.pointerGetAttributes(address).device
+        # Negative for memory that the driver does not know, such as host memory. Some releases of
+        # AMD's raise an error instead.
+        try:
+            number: int = self._runtime.pointerGetAttributes(address).device
+        except self._runtime.CUDARuntimeError:
+            return False
         return number >= 0 and number != self.number
 
     def copy_in(self, stream: Any, memory: Any, start: int, source: Bytes) -> None:
@@ -212,7 +228,10 @@ class CupyDriver:
 
     def _copy(self, target: int, source: int, nbytes: int, kind: str, stream: Any) -> None:
         runtime = self._runtime
-        runtime.memcpyAsync(target, source, nbytes, getattr(runtime, f"memcpy{kind}"), stream.ptr)
+        direction = getattr(runtime, f"memcpy{kind}")
+        # A thread that has chosen no device would begin to use the first one.
+        with self._here():
+            runtime.memcpyAsync(target, source, nbytes, direction, stream.ptr)
 
     def array(self, memory: Any, start: int, nbytes: int) -> Any:
         cupy = self._cupy
@@ -234,6 +253,26 @@ class CupyDriver:
         return np.frombuffer(cuda.PinnedMemoryPointer(memory, 0), dtype=np.uint8, count=nbytes)
 
 
+def free_kept_memory() -> bool:
+    """Return to the current device what CuPy's pools keep for reuse. False if that was nothing.
+
+    A pool does so before it fails, but only for itself: a program may have several, and RMM.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return False
+    # The allocator in use may be a method of a pool, below a hook of ours.
+    allocator = inspect.unwrap(cupy.cuda.get_allocator())
+    pools = {cupy.get_default_memory_pool(), getattr(allocator, "__self__", None)}
+    is_any = False
+    for pool in pools:
+        if isinstance(pool, cupy.cuda.MemoryPool) and pool.free_bytes():
+            before_nbytes = pool.total_bytes()
+            pool.free_all_blocks()
+            is_any |= pool.total_bytes() < before_nbytes
+    return is_any
+
+
 def _rmm_has_a_pool(number: int) -> bool:
     """Return whether RMM has a pool. Its default resource blocks the device on each allocation."""
     rmm = sys.modules.get("rmm")
@@ -246,18 +285,22 @@ def _rmm_has_a_pool(number: int) -> bool:
 
 
 def why_no_cuda(number: int = 0) -> str | None:
-    """Return why the device cannot be used, or None if it can."""
+    """Return why the device cannot be used through CuPy, or None if it can."""
     try:
         import cupy
     except ImportError as error:
         if error.name == "cupy":
             return "CuPy is not installed"
-        # A part of CUDA is missing. The first line names it.
-        return f"CuPy cannot be imported: {str(error).strip().partition(chr(10))[0]}"
+        # A part of CUDA or ROCm is missing. The first line names it.
+        problem = str(error).strip().partition("\n")[0]
+        platform = AMD.platform if re.search("amdhip|roc|hip", problem) else NVIDIA.platform
+        return mismatch(platform, with_driver()) or f"CuPy cannot be imported: {problem}"
+    runtime = cupy.cuda.runtime
+    platform = AMD.platform if runtime.is_hip else NVIDIA.platform
     try:
-        n_devices = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CUDA finds no device: {error}"
+        n_devices = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        return mismatch(platform, with_driver()) or f"{platform} finds no device: {error}"
     if number >= n_devices:
-        return f"CUDA has {n_devices} devices, and none of number {number}"
+        return f"{platform} has {n_devices} devices, and none of number {number}"
     return None

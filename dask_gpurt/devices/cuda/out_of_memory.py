@@ -10,11 +10,13 @@ hooks leave RMM alone. The caller that installs the hooks must set consistent bu
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from dask_gpurt.devices.cuda.driver import free_kept_memory
 from dask_gpurt.devices.device import OnFull
 
 
@@ -75,7 +77,8 @@ class CallWhenFull:
             return False
         self._asking.is_under_way = True
         try:
-            return on_full(nbytes)
+            # Memory that nobody uses comes before values.
+            return free_kept_memory() or on_full(nbytes)
         finally:
             self._asking.is_under_way = False
 
@@ -86,6 +89,7 @@ class CallWhenFull:
         if "rmm" in self._removals and getattr(before, "__name__", "") == "rmm_cupy_allocator":
             return "allocates from RMM"
 
+        @functools.wraps(before)
         def allocate(nbytes: int) -> Any:
             while True:
                 try:

@@ -6,14 +6,19 @@ CuPy's current allocator, which may be RMM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import cupy
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.adapter import DeviceAllocator
+from dask_gpurt.frames.adapter import DeviceAllocator, DeviceMemory
+
+#: The type of CuPy's arrays.
+Array = cupy.ndarray
 
 
 class CupyMemory:
@@ -24,17 +29,14 @@ class CupyMemory:
 
     @classmethod
     def empty(cls, nbytes: int) -> CupyMemory:
-        """Allocate uninitialized memory that any stream may use.
+        """Allocate uninitialized memory. Its previous owner may have work queued.
 
         Raises
         ------
         MemoryError
             The device has no room.
         """
-        memory = cls(cupy.empty(nbytes, dtype=np.uint8))
-        # Wait for queued work of the memory's previous owner.
-        cupy.cuda.get_current_stream().synchronize()
-        return memory
+        return cls(cupy.empty(nbytes, dtype=np.uint8))
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +54,8 @@ class CupyMemory:
         if start + out.nbytes > self.nbytes:
             raise IndexError(f"{out.nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         if out.nbytes:
-            self.array[start : start + out.nbytes].get(out=out)
+            # Not on the default stream, where the tasks' work is queued.
+            self.array[start : start + out.nbytes].get(out=out, stream=_own_stream(_device()))
 
 
 class CupyArrays:
@@ -70,12 +73,42 @@ class CupyArrays:
     def to_device(self, buffer: npt.NDArray[np.uint8]) -> CupyMemory:
         memory = CupyMemory.empty(buffer.nbytes)
         if buffer.nbytes:
-            memory.array.set(buffer)
-            self.finish()
+            with self.computing():
+                memory.array.set(buffer)
         return memory
 
-    def finish(self) -> None:
-        cupy.cuda.get_current_stream().synchronize()
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        stream = _own_stream(_device())
+        stream.wait_event(_recorded(cupy.cuda.get_current_stream()))
+        with stream:
+            yield
+            done = _recorded(stream)
+        done.synchronize()
+
+    def arriving(self, nbytes: int) -> DeviceMemory | None:
+        memory = self.room(nbytes)
+        if memory is not None:
+            _recorded(cupy.cuda.get_current_stream()).synchronize()
+        return memory
+
+
+def _device() -> int:
+    return int(cupy.cuda.get_device_id())
+
+
+@cache
+def _own_stream(device: int) -> cupy.cuda.Stream:
+    """Return the stream of our copies. It does not wait for the default stream, nor that for it."""
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream(non_blocking=True)
+
+
+def _recorded(stream: cupy.cuda.Stream) -> cupy.cuda.Event:
+    # An event that blocks frees the processor while the host waits.
+    event = cupy.cuda.Event(block=True, disable_timing=True)
+    stream.record(event)
+    return event
 
 
 def take_apart(array: cupy.ndarray) -> tuple[Any, cupy.ndarray]:
@@ -93,3 +126,19 @@ def put_together(header: Any, memory: cupy.ndarray) -> cupy.ndarray:
     dtype, shape, is_transposed = header
     elements = memory.view(dtype)
     return elements.reshape(shape[::-1]).T if is_transposed else elements.reshape(shape)
+
+
+def is_for_amd() -> bool:
+    """Return whether CuPy is built for AMD's GPUs."""
+    return bool(cupy.cuda.runtime.is_hip)
+
+
+def to_host(memory: cupy.ndarray) -> npt.NDArray[np.uint8]:
+    """Copy an array of bytes to the host."""
+    host: npt.NDArray[np.uint8] = cupy.asnumpy(memory)
+    return host
+
+
+def from_host(buffer: Any) -> cupy.ndarray:
+    """Copy bytes of the host to an array on the device."""
+    return cupy.asarray(np.frombuffer(buffer, dtype=np.uint8))

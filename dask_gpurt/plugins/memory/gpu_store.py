@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +26,7 @@ from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda.driver import CupyDriver, Driver
 from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
 from dask_gpurt.devices.host_memory.pool import Buffer
+from dask_gpurt.devices.vendors import VENDORS, Vendor, with_driver
 from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.tiers import Packing
@@ -33,16 +34,11 @@ from dask_gpurt.plugins.patches import worker_memory
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: Device files of NVIDIA's drivers: on Linux itself, and in Windows' subsystem for Linux.
-_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
-
 #: The one type that is handled without Dask: its serialization of CuPy's arrays needs Numba, which
 #: CuPy does not install.
 _CUPY = "cupy.ndarray"
 #: Number of the GPU in use, among those that the process sees.
 _NUMBER = 0
-#: Values of `CUDA_VISIBLE_DEVICES` that hide all GPUs.
-_NO_GPU = ("", "-1", "nodevfiles", "none", "void")
 
 
 @dataclass(frozen=True)
@@ -53,25 +49,26 @@ class GpuFacts:
     ----------
     has_cupy
         Whether CuPy is installed.
-    has_driver
-        Whether there is an NVIDIA driver.
-    visible
-        `CUDA_VISIBLE_DEVICES`; None if it is not set.
+    vendors
+        Makers of GPUs whose driver is installed.
+    environment
+        Environment variables of the process.
     """
 
     has_cupy: bool
-    has_driver: bool
-    visible: str | None
+    vendors: tuple[Vendor, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def why_no_gpu(facts: GpuFacts) -> str | None:
     """Return why no value of this process can be on a GPU; None if some may be."""
     if not facts.has_cupy:
         return "CuPy is not installed"
-    if not facts.has_driver:
-        return "there is no NVIDIA driver"
-    if facts.visible is not None and facts.visible.strip().lower() in _NO_GPU:
-        return "CUDA_VISIBLE_DEVICES shows no GPU to this process"
+    if not facts.vendors:
+        return f"there is no driver of {' or '.join(one.name for one in VENDORS)}"
+    hidden = [one.hidden_by(facts.environment) for one in facts.vendors]
+    if all(hidden):
+        return f"{hidden[0]} shows no GPU to this process"
     return None
 
 
@@ -79,8 +76,8 @@ def local_facts() -> GpuFacts:
     """Return the facts of this process. Imports nothing."""
     return GpuFacts(
         has_cupy=find_spec("cupy") is not None,
-        has_driver=any(map(os.path.exists, _DRIVERS)),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        vendors=with_driver(),
+        environment=dict(os.environ),
     )
 
 

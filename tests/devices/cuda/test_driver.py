@@ -15,6 +15,7 @@ import pytest
 from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 from dask_gpurt.devices.device import Priority
+from dask_gpurt.devices.vendors import AMD, NVIDIA
 from tests.conformance.stream_programs import double, noise
 
 
@@ -26,6 +27,7 @@ class Runtime:
     """A fake `cupy.cuda.runtime`. Copies run at once, between host addresses."""
 
     CUDARuntimeError = CUDARuntimeError
+    is_hip = False
     memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice = 1, 2, 3
 
     def __init__(self):
@@ -43,6 +45,8 @@ class Runtime:
         return {"name": b"Stand-in", "totalGlobalMem": 1 << 30}
 
     def pointerGetAttributes(self, ptr):
+        if self.is_hip and ptr not in self.device_of:
+            raise CUDARuntimeError("hipErrorInvalidValue")
         return types.SimpleNamespace(device=self.device_of[ptr])
 
     def memcpyAsync(self, dst, src, size, kind, stream):
@@ -268,20 +272,66 @@ def test_memory_of_another_device_is_recognised(cupy, number, is_elsewhere):
     assert driver.is_elsewhere(memory) == is_elsewhere
 
 
+def test_unknown_memory_on_amd_is_not_on_another_device(cupy):
+    driver = CupyDriver(1)
+    driver._runtime.is_hip = True
+    memory = types.SimpleNamespace(__cuda_array_interface__={"data": (4096, False)})
+    assert not driver.is_elsewhere(memory)
+
+
 def test_driver_reports_the_facts_of_the_device(cupy):
     driver = CupyDriver(1)
     assert (driver.name, driver.total_nbytes, driver.number) == ("Stand-in", 1 << 30, 1)
 
 
 def test_missing_device_is_explained(cupy, monkeypatch):
+    monkeypatch.setattr("dask_gpurt.devices.cuda.driver.with_driver", lambda: ())
     assert why_no_cuda(1) is None
     assert why_no_cuda(2) == "CUDA has 2 devices, and none of number 2"
     cupy.cuda.runtime.n_devices = 0
     assert why_no_cuda() == "CUDA finds no device: cudaErrorNoDevice"
     with pytest.raises(RuntimeError, match="NoDevice"):
         CupyDriver()
+    cupy.cuda.runtime.is_hip = True
+    assert why_no_cuda() == "ROCm finds no device: cudaErrorNoDevice"
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert why_no_cuda() == "CuPy is not installed"
+
+
+@pytest.mark.parametrize(
+    "is_hip, vendors, why",
+    [
+        (False, (AMD,), "CuPy is built for CUDA, and this machine has an AMD GPU: "),
+        (True, (NVIDIA,), "CuPy is built for ROCm, and this machine has an NVIDIA GPU: "),
+        (True, (NVIDIA, AMD), "ROCm finds no device: "),
+        (False, (NVIDIA,), "CUDA finds no device: "),
+    ],
+)
+def test_gpu_of_another_vendor_is_named(cupy, monkeypatch, is_hip, vendors, why):
+    cupy.cuda.runtime.n_devices = 0
+    cupy.cuda.runtime.is_hip = is_hip
+    monkeypatch.setattr("dask_gpurt.devices.cuda.driver.with_driver", lambda: vendors)
+    assert why_no_cuda().startswith(why)
+
+
+@pytest.mark.parametrize(
+    "library, vendors, why",
+    [
+        ("libamdhip64.so.7", (NVIDIA,), "CuPy is built for ROCm, and this machine has an NVIDIA"),
+        ("libamdhip64.so.7", (AMD,), "CuPy cannot be imported: libamdhip64.so.7"),
+        ("libcuda.so.1", (AMD,), "CuPy is built for CUDA, and this machine has an AMD"),
+    ],
+)
+def test_missing_library_of_another_vendor_is_named(monkeypatch, library, vendors, why):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise ImportError(f"{library}: cannot open shared object file\nadvice")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setattr("dask_gpurt.devices.cuda.driver.with_driver", lambda: vendors)
+    assert why_no_cuda().startswith(why)
 
 
 # ------------------------------------------------------------------ the real CuPy

@@ -14,7 +14,7 @@ class Pool:
     """A pool of 1000 bytes. `free` returns some. It fails as CuPy and RMM do."""
 
     def __init__(self):
-        self.used_nbytes = 0
+        self.used_nbytes = self.free_nbytes = 0
 
     def malloc(self, nbytes):
         if self.used_nbytes + nbytes > 1000:
@@ -24,6 +24,15 @@ class Pool:
 
     def free(self, nbytes):
         self.used_nbytes -= nbytes
+
+    def free_bytes(self):
+        return self.free_nbytes
+
+    def total_bytes(self):
+        return self.used_nbytes + self.free_nbytes
+
+    def free_all_blocks(self):
+        self.free_nbytes = 0
 
 
 class FakeCupy(types.ModuleType):
@@ -37,7 +46,12 @@ class FakeCupy(types.ModuleType):
             get_allocator=lambda: self.allocator,
             set_allocator=lambda allocator: setattr(self, "allocator", allocator),
             get_device_id=lambda: self.current,
+            MemoryPool=Pool,
         )
+        self.kept = Pool()
+
+    def get_default_memory_pool(self):
+        return self.kept
 
 
 @pytest.fixture
@@ -98,6 +112,19 @@ def test_allocations_of_the_callback_do_not_call_it_again(cupy):
     with pytest.raises(MemoryError, match="2000"):
         cupy.allocator(1001)
     assert asked == [1001]
+
+
+@pytest.mark.parametrize("which", ["default", "ours"])
+def test_memory_that_a_pool_keeps_comes_before_values(cupy, pool, which):
+    asked = []
+    hooks = CallWhenFull(lambda nbytes: asked.append(nbytes))
+    kept = cupy.kept if which == "default" else pool
+    kept.free_nbytes = 300
+    with pytest.raises(MemoryError):
+        cupy.allocator(1001)
+    assert kept.free_nbytes == 0
+    assert asked == [1001], "only after the second failure"
+    hooks.uninstall()
 
 
 def test_the_hook_ignores_other_devices(cupy):

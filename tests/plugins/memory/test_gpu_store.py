@@ -15,6 +15,7 @@ from distributed.protocol import cuda
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
+from dask_gpurt.devices.vendors import AMD, NVIDIA
 from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.plugins.memory.gpu_store import (
     GpuFacts,
@@ -26,18 +27,33 @@ from dask_gpurt.plugins.memory.gpu_store import (
 from dask_gpurt.plugins.patches.worker_memory import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
+CUDA_HIDES = "CUDA_VISIBLE_DEVICES shows no GPU to this process"
+
 
 @pytest.mark.parametrize(
     "facts, why",
     [
-        (GpuFacts(True, True, None), None),
-        (GpuFacts(True, True, "0"), None),
-        (GpuFacts(True, True, "GPU-8932f937"), None),
-        (GpuFacts(False, True, None), "CuPy is not installed"),
-        (GpuFacts(True, False, None), "there is no NVIDIA driver"),
-        (GpuFacts(True, True, ""), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (GpuFacts(True, True, " -1 "), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
-        (GpuFacts(True, True, "NoDevFiles"), "CUDA_VISIBLE_DEVICES shows no GPU to this process"),
+        (GpuFacts(True, (NVIDIA,)), None),
+        (GpuFacts(True, (NVIDIA,), {"CUDA_VISIBLE_DEVICES": "0"}), None),
+        (GpuFacts(True, (NVIDIA,), {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}), None),
+        (GpuFacts(True, (NVIDIA,), {"HIP_VISIBLE_DEVICES": "-1"}), None),
+        (GpuFacts(True, (AMD,), {"HIP_VISIBLE_DEVICES": "0,1"}), None),
+        (GpuFacts(True, (AMD,), {"HIP_VISIBLE_DEVICES": ""}), None),
+        (GpuFacts(True, (NVIDIA, AMD), {"CUDA_VISIBLE_DEVICES": ""}), None),
+        (GpuFacts(False, (NVIDIA,)), "CuPy is not installed"),
+        (GpuFacts(True, ()), "there is no driver of NVIDIA or AMD"),
+        (GpuFacts(True, (NVIDIA,), {"CUDA_VISIBLE_DEVICES": ""}), CUDA_HIDES),
+        (GpuFacts(True, (NVIDIA,), {"CUDA_VISIBLE_DEVICES": " -1 "}), CUDA_HIDES),
+        (GpuFacts(True, (NVIDIA,), {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}), CUDA_HIDES),
+        (GpuFacts(True, (AMD,), {"CUDA_VISIBLE_DEVICES": "-1"}), CUDA_HIDES),
+        (
+            GpuFacts(True, (AMD,), {"HIP_VISIBLE_DEVICES": "-1"}),
+            "HIP_VISIBLE_DEVICES shows no GPU to this process",
+        ),
+        (
+            GpuFacts(True, (AMD,), {"ROCR_VISIBLE_DEVICES": "-1"}),
+            "ROCR_VISIBLE_DEVICES shows no GPU to this process",
+        ),
     ],
 )
 def test_worker_manages_values_on_a_gpu(facts, why):
@@ -45,10 +61,8 @@ def test_worker_manages_values_on_a_gpu(facts, why):
 
 
 def test_device_facts_follow_the_process(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert local_facts().visible == "3"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert local_facts().visible is None
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3")
+    assert local_facts().environment["HIP_VISIBLE_DEVICES"] == "3"
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert not local_facts().has_cupy
 
