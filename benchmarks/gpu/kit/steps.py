@@ -110,10 +110,17 @@ STEPS = (
     ),
     Step(
         "cudf",
-        "cuDF, in the store of task outputs",
+        "cuDF in the store of task outputs; CuPy in shards, messages and processes",
         ("tests", "dask", "codecs", "cudf", "older"),
         (*_FIRST, *_SECOND, *_THIRD),
-        (Work("facts", 30), Work("test_environment", 40), Work("test_store", 200)),
+        (
+            Work("facts", 30),
+            Work("test_environment", 40),
+            Work("test_store", 200),
+            Work("test_packed_frames", 60),
+            Work("test_messages", 40),
+            Work("test_processes", 90),
+        ),
     ),
     Step(
         "exchange",
