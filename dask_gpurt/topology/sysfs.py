@@ -41,8 +41,13 @@ _LANE_NBYTES_PER_S = {
     64.0: 7.563e9,
 }
 _NVIDIA = "0x10de"
-#: PCI classes of VGA and 3D controllers.
-_GPU_CLASSES = ("0x0300", "0x0302")
+_AMD = "0x1002"
+#: PCI classes of each vendor's GPUs: VGA and 3D controllers, other display controllers, and
+#: processing accelerators.
+_GPU_CLASSES = {
+    _NVIDIA: ("0x0300", "0x0302"),
+    _AMD: ("0x0300", "0x0302", "0x0380", "0x1200"),
+}
 #: Interface kinds by the number in `net/*/type`.
 _KINDS = {"1": "ethernet", "32": "infiniband"}
 
@@ -64,9 +69,9 @@ def read(
     addresses
         IP addresses by interface, which `/sys` lacks.
     gpus
-        GPUs from NVML; None if NVML is unavailable.
+        GPUs of NVIDIA from NVML; None if NVML is unavailable.
     """
-    places = _gpu_places(root)
+    places = _gpu_places(root, _NVIDIA)
     if gpus is None:
         found = tuple(Gpu(place, "", 0, ()) for place in places.values())
     else:
@@ -79,6 +84,11 @@ def read(
             )
             for one in gpus
         )
+    # The driver of AMD's GPUs writes their memory to `/sys`.
+    found += tuple(
+        Gpu(place, "", _number(root / "bus/pci/devices" / address / "mem_info_vram_total") or 0, ())
+        for address, place in _gpu_places(root, _AMD).items()
+    )
     return Machine(name, boot, _numa(root), found[:MAX_PARTS], _cards(root, addresses))
 
 
@@ -94,10 +104,10 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
     return tuple(sorted(found, key=lambda one: one.number))[:MAX_PARTS]
 
 
-def _gpu_places(root: Path) -> dict[str, MachinePlace]:
+def _gpu_places(root: Path, vendor: str) -> dict[str, MachinePlace]:
     found = {}
     for path in _entries(root / "bus/pci/devices"):
-        if _text(path / "class")[:6] in _GPU_CLASSES and _text(path / "vendor") == _NVIDIA:
+        if _text(path / "vendor") == vendor and _text(path / "class")[:6] in _GPU_CLASSES[vendor]:
             place = _place(path)
             if place is not None:
                 found[place.address] = place

@@ -125,12 +125,12 @@ class UcxEngine:
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether buffers may be in the memory of a CUDA device.
+        """Whether buffers may be in the memory of a GPU.
 
-        UCX built for CUDA may find no device, or be configured not to use one. So this checks for
-        the transport without which UCX cannot read device memory.
+        UCX built for GPUs may find none, or be configured not to use one. So this checks for the
+        transports without which UCX cannot read the memory of NVIDIA's GPUs, or of AMD's.
         """
-        return "cuda_copy" in self._session.transports
+        return not {"cuda_copy", "rocm_copy"}.isdisjoint(self._session.transports)
 
     @property
     def has_fast_network(self) -> bool:

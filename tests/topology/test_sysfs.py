@@ -129,3 +129,26 @@ def test_gpu_known_only_to_nvml_is_placed(tmp_path):
     hidden = NvmlGpu("0000:77:00.0", "GPU-1", 2**30, ())
     found = sysfs.read(tmp_path, name="box", boot="1", addresses={}, gpus=[hidden])
     assert found.gpus[0].place.address == "0000:77:00.0"
+
+
+@pytest.mark.parametrize("kind", ["0x030000", "0x038000", "0x120000"])
+def test_gpus_of_amd_have_their_memory_from_their_driver(tmp_path, kind):
+    make_tree("pcie-box", tmp_path)
+    device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
+    write(device / "vendor", "0x1002")
+    write(device / "class", kind)
+    write(device / "mem_info_vram_total", 64 << 30)
+    nvidia, amd = read(tmp_path).gpus[:-1], read(tmp_path).gpus[-1]
+    assert (amd.place.address, amd.memory_nbytes) == ("0000:01:00.0", 64 << 30)
+    assert amd.place.hops[-1].nbytes_per_s > 0
+    assert "0000:01:00.0" not in [one.place.address for one in nvidia]
+
+
+def test_gpus_of_amd_and_of_nvml_are_found_together(tmp_path):
+    make_tree("pcie-box", tmp_path)
+    device = (tmp_path / "bus/pci/devices/0000:01:00.0").resolve()
+    write(device / "vendor", "0x1002")
+    known = NvmlGpu("0000:77:00.0", "GPU-1", 2**30, ())
+    found = sysfs.read(tmp_path, name="box", boot="1", addresses={}, gpus=[known])
+    assert [one.place.address for one in found.gpus] == ["0000:77:00.0", "0000:01:00.0"]
+    assert found.gpus[1].memory_nbytes == 0
