@@ -190,8 +190,8 @@ def huge_pages() -> Finding:
 def gpu() -> Finding:
     """Report how far the runtime was tested with GPUs."""
     text = (
-        "not yet run on a GPU: cuDF shuffles, CuPy rechunks and task outputs on a GPU were tested "
-        "on emulated devices only"
+        "not yet run on a GPU: cuDF shuffles were tested on emulated devices only, and CuPy and "
+        "UCX over stand-ins for drivers"
     )
     return Finding("note", "gpu", text)
 
