@@ -9,6 +9,7 @@ The lock guards the bookkeeping. It is never held over I/O, a copy or a call int
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.failed_reads import FailedReads, is_short
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 from dask_gpurt.memory.decisions.residency import Residency, Value
-from dask_gpurt.memory.tiers import Lane, Lanes, Packing, Tier
+from dask_gpurt.memory.tiers import DirectTier, Lane, Lanes, Packing, Tier
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -147,7 +148,7 @@ class Carrier:
         flat = self._flattened(move, source, place, tiers)
         if flat is None:
             return
-        place = self._written(move, flat)
+        place = self._written(move, flat, type(source), tiers)
         if place is None:
             return
         del flat, source
@@ -182,16 +183,28 @@ class Carrier:
             self._failed(move, [] if will_pass(error) else tiers)
         return None
 
-    def _written(self, move: Put, flat: Flat) -> Any:
-        """Return the place of a new copy; report a failure to the residency, and return None."""
+    def _written(self, move: Put, flat: Flat, kind: type, tiers: Collection[int]) -> Any:
+        """Return the place of a new copy; report a failure to the residency, and return None.
+
+        Parameters
+        ----------
+        kind, tiers
+            Type of the value; levels that will never take it if it cannot leave its device.
+        """
+        tier = self._tiers[move.target]
         try:
-            return self._tiers[move.target].put(flat)
+            return tier.put(flat if isinstance(tier, DirectTier) else flat.on_host())
         except ValueRefusedError:
             self._failed(move, [move.target])
         except (OSError, MemoryError) as error:
             # The tier is full, or has logged the error once; another tier may take the value.
             is_full = isinstance(error, TierFullError) or not will_pass(error)
             self._failed(move, is_full=is_full)
+        except Exception as error:
+            # The device failed, or the computation of the value did.
+            if not self._is_closed:
+                self._log_not_spilled(move.key, kind, error)
+            self._failed(move, tiers)
         return None
 
     def _log_not_spilled(self, key: Hashable, kind: type, error: Exception) -> None:
@@ -344,14 +357,22 @@ class Carrier:
         NotRestoredError
             The bytes are intact, but the value cannot be restored.
         """
-        flat = self._tiers[level].get(place)
-        try:
-            return self._packings[top_level].restore(flat.header, flat.buffers)
-        except BaseException as error:
-            # On a device, room is usually short for a while: until other values have left it.
-            if will_pass(error) and (top_level or is_short(error, flat.nbytes)):
-                raise
-            raise NotRestoredError from error
+        tier = self._tiers[level]
+        with contextlib.ExitStack() as stack:
+            # A value on the host would keep the tier's memory.
+            if top_level and isinstance(tier, DirectTier):
+                header, buffers = stack.enter_context(tier.lent(place))
+            else:
+                flat = tier.get(place)
+                header, buffers = flat.header, flat.buffers
+            try:
+                return self._packings[top_level].restore(header, buffers)
+            except BaseException as error:
+                # On a device, room is usually short for a while: until other values have left it.
+                nbytes = len(header) + sum(buffer.nbytes for buffer in buffers)
+                if will_pass(error) and (top_level or is_short(error, nbytes)):
+                    raise
+                raise NotRestoredError from error
 
     def _lose(self, value: Value, problem: str) -> None:
         """Report that the last copy of a value cannot be read."""

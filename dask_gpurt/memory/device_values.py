@@ -6,13 +6,16 @@ The pieces are copied one by one. To pack them on the device first would take as
 as the value does, and values are evicted because there is none.
 
 Each direction has a stream of its own, so that neither waits for the other. A caller waits for its
-own copy, never for the whole device. Once on the host, a value is flattened like any other
-(`frames.flat.values`).
+own copy, never for the whole device.
+
+A value of a library is flattened like any other (`frames.flat.values`), but its pieces stay on the
+device until a tier asks for them. A tier with pinned memory has them copied there directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
 from typing import Any
@@ -22,10 +25,14 @@ import numpy.typing as npt
 
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda.driver import Driver
-from dask_gpurt.devices.device import Device, Priority
+from dask_gpurt.devices.device import Device, Priority, Stream
+from dask_gpurt.devices.host_memory.pinned import Scattered
 from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat, flatten, restore
 from dask_gpurt.memory.tiers import Packing
+
+#: The number of buffers on a device, before the header of the others. They come last.
+_N_DEVICE = struct.Struct("<I")
 
 #: Splits a value into a header and pieces of memory. Device pieces have `__cuda_array_interface__`.
 TakeApart = Callable[[Any], tuple[Any, Sequence[Any]]]
@@ -41,8 +48,8 @@ def is_on_device(value: Any) -> bool:
 def device_packing(device: Device) -> Packing:
     """Return a packing for arrays of a device, and open streams on it.
 
-    `flatten` raises the error of a kernel that failed to fill the array. `restore` raises
-    MemoryError if the device has no room, even after evictions.
+    The buffer of a flat array raises the error of a kernel that failed to fill the array. `restore`
+    raises MemoryError if the device has no room, even after evictions.
     """
     out = device.stream("values out", Priority.HIGH)
     back = device.stream("values back", Priority.HIGH)
@@ -50,20 +57,64 @@ def device_packing(device: Device) -> Packing:
     frees = device.stream("values freed")
 
     def flattened(array: DeviceArray) -> Flat:
-        # The stream itself must not wait for a kernel: a failed kernel would stop it for good.
-        array.ready.synchronize()
-        host, copied = array.to_host(out)
-        copied.synchronize()
-        return flatten(host)
+        # The text of a dtype takes less room than its pickle, but lacks the names of fields.
+        dtype = array.dtype.str if array.dtype.names is None else array.dtype
+        return Flat(flatten([dtype, *array.shape]).header, (ArrayBuffer(array, out),))
 
     def restored(header: bytes, buffers: Any) -> DeviceArray:
-        host = restore(header, buffers)
-        array = DeviceArray.from_host(host, device, back, frees)
+        dtype, *shape = restore(header, ())
+        (source,) = buffers
+        memory = device.allocate(source.nbytes, back)
+        try:
+            for start, part in _placed(_parts_of(source)):
+                back.to_device(memory.part(start, part.nbytes), part)
+        except BaseException:
+            memory.free(back)
+            raise
+        array = DeviceArray(device, memory, dtype, tuple(shape), frees, back.record())
         # The copy reads the host memory until it is complete; the return frees that memory.
         array.ready.synchronize()
         return array
 
     return Packing(lambda array: array.nbytes, flattened, restored)
+
+
+class ArrayBuffer:
+    """The memory of an array of a device, as a `DeviceBuffer`."""
+
+    def __init__(self, array: DeviceArray, stream: Stream) -> None:
+        self._array = array
+        self._stream = stream
+
+    @property
+    def nbytes(self) -> int:
+        return self._array.nbytes
+
+    def copy_into(self, parts: Sequence[npt.NDArray[np.uint8]]) -> None:
+        array, stream = self._array, self._stream
+        # The stream itself must not wait for a kernel: a failed kernel would stop it for good.
+        array.ready.synchronize()
+        stream.wait(array.ready)
+        for start, part in _placed(parts):
+            stream.to_host(part, array.buffer.part(start, part.nbytes))
+        copied = stream.record()
+        array.used(copied)
+        copied.synchronize()
+
+
+def _parts_of(buffer: npt.NDArray[np.uint8] | Scattered) -> Sequence[npt.NDArray[np.uint8]]:
+    return buffer.parts if isinstance(buffer, Scattered) else (buffer,)
+
+
+def _placed(
+    parts: Iterable[npt.NDArray[np.uint8]],
+) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    """Yield each part that is not empty, with its position in all of them together."""
+    start = 0
+    for part in parts:
+        if part.nbytes:
+            yield start, part
+        start += part.nbytes
 
 
 class LibraryCopies:
@@ -83,28 +134,31 @@ class LibraryCopies:
         """Return a context in which libraries work on the default stream."""
         return self.driver.computing(self.driver.default_stream)
 
-    def to_host(self, pieces: Iterable[Any]) -> list[npt.NDArray[np.uint8]]:
-        """Copy pieces of device memory to the host.
+    def leaving(self, pieces: Iterable[Any]) -> list[LibraryBuffer]:
+        """Return buffers that copy pieces of device memory to the host when they are asked to.
 
         Raises
         ------
         ValueRefusedError
             A piece is on another GPU. Nothing here waits for that GPU's default stream.
         """
-        driver, stream = self.driver, self._out
         pieces = list(pieces)
-        if any(piece.nbytes and driver.is_elsewhere(piece) for piece in pieces):
+        if any(piece.nbytes and self.driver.is_elsewhere(piece) for piece in pieces):
             raise ValueRefusedError("it is on another GPU")
-        driver.make_wait(stream, driver.record(driver.default_stream))
-        copies = []
-        for piece in pieces:
-            copies.append(np.empty(piece.nbytes, dtype=np.uint8))
-            if piece.nbytes:
-                driver.copy_out(stream, copies[-1], driver.borrow(piece), 0)
-        driver.wait_for(driver.record(stream))
-        return copies
+        return [LibraryBuffer(self, piece) for piece in pieces]
 
-    def to_device(self, buffers: Iterable[npt.NDArray[np.uint8]]) -> list[Any]:
+    def to_host(self, piece: Any, parts: Iterable[npt.NDArray[np.uint8]]) -> None:
+        """Fill pieces of host memory, one after the other, from a piece of device memory."""
+        driver, stream = self.driver, self._out
+        driver.make_wait(stream, driver.record(driver.default_stream))
+        try:
+            for start, part in _placed(parts):
+                driver.copy_out(stream, part, driver.borrow(piece), start)
+        finally:
+            # Even after an error: queued copies still write to the memory.
+            driver.wait_for(driver.record(stream))
+
+    def to_device(self, buffers: Iterable[npt.NDArray[np.uint8] | Scattered]) -> list[Any]:
         """Copy buffers to device memory that the libraries allocate.
 
         Raises
@@ -119,11 +173,30 @@ class LibraryCopies:
         ]
         # Queued work may still use this memory for its previous owner.
         driver.make_wait(stream, driver.record(driver.default_stream))
-        for memory, buffer in held:
-            if buffer.nbytes:
-                driver.copy_in(stream, memory, 0, buffer)
-        driver.wait_for(driver.record(stream))
+        try:
+            for memory, buffer in held:
+                for start, part in _placed(_parts_of(buffer)):
+                    driver.copy_in(stream, memory, start, part)
+        finally:
+            # Even after an error: queued copies still read the memory.
+            driver.wait_for(driver.record(stream))
         return [driver.array(memory, 0, buffer.nbytes) for memory, buffer in held]
+
+
+class LibraryBuffer:
+    """A piece of a value of a GPU library, as a `DeviceBuffer`. It keeps the piece alive."""
+
+    def __init__(self, copies: LibraryCopies, piece: Any) -> None:
+        self._copies = copies
+        self._piece = piece
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._piece.nbytes)
+
+    def copy_into(self, parts: Sequence[npt.NDArray[np.uint8]]) -> None:
+        if self.nbytes:
+            self._copies.to_host(self._piece, parts)
 
 
 def library_packing(
@@ -147,20 +220,23 @@ def library_packing(
         with gpu.on_default_stream():
             header, pieces = take_apart(value)
         on_device = [hasattr(type(piece), "__cuda_array_interface__") for piece in pieces]
-        device_parts = iter(gpu.to_host(compress(pieces, on_device)))
-        parts = [
-            next(device_parts) if is_device else np.frombuffer(piece, dtype=np.uint8)
-            for piece, is_device in zip(pieces, on_device, strict=True)
-        ]
-        return host.flatten([header, on_device, parts])
+        on_host = [not is_device for is_device in on_device]
+        leaving = gpu.leaving(compress(pieces, on_device))
+        parts = [np.frombuffer(piece, dtype=np.uint8) for piece in compress(pieces, on_host)]
+        flat = host.flatten([header, on_device, parts])
+        return Flat(_N_DEVICE.pack(len(leaving)) + flat.header, (*flat.buffers, *leaving))
 
     def restored(flat_header: bytes, buffers: Any) -> Any:
         gpu = copies()
-        header, on_device, parts = host.restore(flat_header, buffers)
-        device_parts = iter(gpu.to_device(compress(parts, on_device)))
+        (n_device,) = _N_DEVICE.unpack_from(flat_header)
+        n_host = len(buffers) - n_device
+        header, on_device, parts = host.restore(flat_header[_N_DEVICE.size :], buffers[:n_host])
+        if sum(on_device) != n_device:
+            raise ValueError("the buffers of a value differ in number from its header")
+        device_parts = iter(gpu.to_device(buffers[n_host:]))
+        host_parts = iter(parts)
         pieces = [
-            next(device_parts) if is_device else part.data
-            for part, is_device in zip(parts, on_device, strict=True)
+            next(device_parts) if is_device else next(host_parts).data for is_device in on_device
         ]
         with gpu.on_default_stream():
             return put_together(header, pieces)

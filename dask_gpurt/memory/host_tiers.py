@@ -11,15 +11,18 @@ here for nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.codecs.coders import compress, decompress
-from dask_gpurt.devices.host_memory.pinned import Blocks, PinnedPool, plain
+from dask_gpurt.devices.host_memory.pinned import Blocks, PinnedPool, Scattered, plain
 from dask_gpurt.errors import (
     DamagedValueError,
     ProtocolError,
@@ -86,6 +89,8 @@ class PinnedPlace:
     nbytes: int
     header: bytes
     lengths: tuple[int, ...]
+    #: Whether each buffer came from a device.
+    are_devices: tuple[bool, ...]
     blocks: Blocks = field(repr=False)
     #: Reads in flight, plus one until the value is dropped. The last user frees the blocks.
     users: int = 1
@@ -94,6 +99,9 @@ class PinnedPlace:
 
 class PinnedTier(_HostTier[PinnedPlace]):
     """A tier that keeps values in blocks of a pool. Other users may share the pool.
+
+    Buffers on a device are copied from there into the blocks, and back from the blocks (`lent`).
+    A copy between them and other host memory would cost as much again.
 
     Parameters
     ----------
@@ -132,12 +140,20 @@ class PinnedTier(_HostTier[PinnedPlace]):
             blocks = self._pool.take(flat.nbytes)
         except MemoryError as error:
             raise TierFullError(f"no pinned memory for {flat.nbytes} bytes: {error}") from error
-        lengths = tuple(buffer.nbytes for buffer in flat.buffers)
-        place = PinnedPlace(self._pool.size_of(flat.nbytes), flat.header, lengths, blocks)
+        place = PinnedPlace(
+            self._pool.size_of(flat.nbytes),
+            flat.header,
+            tuple(buffer.nbytes for buffer in flat.buffers),
+            tuple(not isinstance(buffer, np.ndarray) for buffer in flat.buffers),
+            blocks,
+        )
         try:
             start = 0
             for buffer in flat.buffers:
-                blocks.write(start, buffer)
+                if isinstance(buffer, np.ndarray):
+                    blocks.write(start, buffer)
+                else:
+                    buffer.copy_into(list(blocks.stretches(start, buffer.nbytes)))
                 start += buffer.nbytes
             with self._lock:
                 if self._is_closed:
@@ -157,19 +173,50 @@ class PinnedTier(_HostTier[PinnedPlace]):
         KeyError
             The value was dropped before.
         """
+        with self._in_use(place):
+            starts = self._starts(place)
+            buffers = tuple(map(partial(self._copied, place), starts, place.lengths))
+            return Flat(place.header, buffers)
+
+    @contextmanager
+    def lent(self, place: PinnedPlace) -> Iterator[tuple[bytes, tuple[Bytes | Scattered, ...]]]:
+        """Lend a value for a `with` block: its header and its buffers.
+
+        Buffers that came from a device stay in their blocks. Others are copied out of them.
+
+        Raises
+        ------
+        KeyError
+            The value was dropped before.
+        """
+        with self._in_use(place):
+            buffers: list[Bytes | Scattered] = []
+            for start, length, is_device in zip(
+                self._starts(place), place.lengths, place.are_devices, strict=True
+            ):
+                if is_device:
+                    buffers.append(Scattered(list(place.blocks.stretches(start, length))))
+                else:
+                    buffers.append(self._copied(place, start, length))
+            yield place.header, tuple(buffers)
+
+    @staticmethod
+    def _starts(place: PinnedPlace) -> list[int]:
+        return [0, *accumulate(place.lengths)][:-1]
+
+    def _copied(self, place: PinnedPlace, start: int, length: int) -> Bytes:
+        out = self._empty(length)
+        place.blocks.read(start, out)
+        return out
+
+    @contextmanager
+    def _in_use(self, place: PinnedPlace) -> Iterator[None]:
         with self._lock:
             if place.is_dropped:
                 raise KeyError("this value was dropped")
             place.users += 1
         try:
-            buffers = []
-            start = 0
-            for length in place.lengths:
-                out = self._empty(length)
-                place.blocks.read(start, out)
-                buffers.append(out)
-                start += length
-            return Flat(place.header, tuple(buffers))
+            yield
         finally:
             self._release(place)
 
@@ -282,7 +329,7 @@ class CompressedTier(_HostTier[CompressedPlace]):
     def _expected(self, flat: Flat) -> int:
         """Estimate the compressed length from the middle of each buffer."""
         expected_nbytes = len(flat.header)
-        for buffer in flat.buffers:
+        for buffer in flat.arrays:
             if buffer.nbytes:
                 start = max(0, (buffer.nbytes - _SAMPLE_NBYTES) // 2)
                 sample = buffer[start : start + _SAMPLE_NBYTES]
@@ -296,7 +343,7 @@ class CompressedTier(_HostTier[CompressedPlace]):
     ) -> tuple[int, tuple[tuple[_Piece, ...], ...]]:
         nbytes = len(flat.header)
         buffers = []
-        for buffer in flat.buffers:
+        for buffer in flat.arrays:
             pieces = []
             for start in range(0, buffer.nbytes, _PIECE_NBYTES):
                 raw = buffer[start : start + _PIECE_NBYTES]

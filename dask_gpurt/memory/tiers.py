@@ -9,8 +9,9 @@ out. Every tier has to pass `tests/conformance/tier_suite.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dask_gpurt.frames.flat.values import Flat
 
@@ -61,6 +62,20 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Free all values."""
+
+
+@runtime_checkable
+class DirectTier(Tier, Protocol):
+    """A tier that devices copy to and from without other host memory between.
+
+    Its `put` takes device buffers (`frames.flat.values.DeviceBuffer`).
+    """
+
+    def lent(self, place: Any) -> AbstractContextManager[tuple[bytes, Any]]:
+        """Lend the header and the buffers of a value, for a `with` block.
+
+        Buffers that came from a device are `devices.host_memory.pinned.Scattered`.
+        """
 
 
 #: Runs calls later, elsewhere, in order. Accepts `path` (the levels that bytes move between) and

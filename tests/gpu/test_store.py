@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from dask_gpurt.devices.cuda.driver import CupyDriver
+from dask_gpurt.devices.host_memory.pinned import PinnedPool
+from dask_gpurt.memory.host_tiers import PinnedTier
 from tests.gpu.requirements import needs_gpu
 
 pytestmark = needs_gpu
@@ -14,7 +18,6 @@ MIB = 1 << 20
 @pytest.fixture
 def packing():
     pytest.importorskip("distributed", reason="Dask is not installed")
-    from dask_gpurt.devices.cuda.driver import CupyDriver
     from dask_gpurt.frames.flat.values import flatten, restore
     from dask_gpurt.memory.device_values import LibraryCopies, library_packing
     from dask_gpurt.memory.tiers import Packing
@@ -26,8 +29,8 @@ def packing():
 
 
 def again(packing, value):
-    flat = packing.flatten(value)
-    return packing.restore(flat.header, [buffer.copy() for buffer in flat.buffers])
+    flat = packing.flatten(value).on_host()
+    return packing.restore(flat.header, [array.copy() for array in flat.arrays])
 
 
 @pytest.mark.parametrize("kind", ["plain", "transposed", "with gaps", "empty", "still computed"])
@@ -47,6 +50,39 @@ def test_cupy_array_is_spilled_and_read_back(packing, kind):
     found = again(packing, array)
     assert type(found) is cupy.ndarray and found.dtype == array.dtype
     cupy.testing.assert_array_equal(found, array)
+
+
+def test_pinned_blocks_are_the_only_host_memory_of_a_copy(packing, monkeypatch):
+    import cupy
+
+    pinned, ends = [], []
+    driver = CupyDriver()
+
+    def pin(nbytes):
+        pinned.append(driver.pin(nbytes))
+        return pinned[-1]
+
+    def recording(kind, position):
+        copy = getattr(CupyDriver, kind)
+
+        def record(*arguments):
+            ends.append((kind, arguments[position]))
+            copy(*arguments)
+
+        monkeypatch.setattr(CupyDriver, kind, record)
+
+    recording("copy_out", 2)
+    recording("copy_in", 4)
+    tier = PinnedTier(PinnedPool(64 * MIB, pin=pin))
+    array = cupy.arange(1 << 20, dtype=cupy.float64)
+    place = tier.put(packing.flatten(array))
+    with tier.lent(place) as (header, buffers):
+        found = packing.restore(header, buffers)
+    cupy.testing.assert_array_equal(found, array)
+    for kind in ("copy_out", "copy_in"):
+        assert sum(end.nbytes for one, end in ends if one == kind) == array.nbytes
+    assert all(any(np.shares_memory(end, one) for one in pinned) for _, end in ends)
+    tier.close()
 
 
 def test_cudf_frame_is_spilled_and_read_back(packing):

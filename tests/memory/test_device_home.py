@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import weakref
@@ -331,6 +332,21 @@ def test_copies_that_need_room_themselves_do_not_deadlock():
         assert not thread.is_alive()
     assert answers == [False, False]
     assert [setup.levels(key) for key in "ab"] == [["pinned"], ["pinned"]]
+    setup.device.close()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3)])
+@pytest.mark.parametrize("dtype", ["i4", ">f8", "M8[ns]", [("a", "i1"), ("b", "f4")]])
+def test_arrays_of_any_type_are_spilled_and_read_back(dtype, shape):
+    setup = Setup()
+    nbytes = np.dtype(dtype).itemsize * math.prod(shape)
+    array = np.frombuffer(noise(nbytes), dtype).reshape(shape)
+    setup.store["a"] = setup.made(array)
+    setup.store.make_room(DEVICE, 1)
+    assert setup.levels("a") == ["pinned"]
+    found = setup.host_copy(setup.store["a"])
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
     setup.device.close()
 
 

@@ -273,3 +273,93 @@ def test_damage_is_an_error(coder):
     piece.payload[:] = 0xFF
     with pytest.raises(DamagedValueError):
         tier.get(place)
+
+
+# ------------------------------------------------------------------ buffers on a device
+
+
+class OnDevice:
+    """A buffer on a device that can only be copied to pieces of host memory."""
+
+    def __init__(self, data):
+        self._data = data
+        self.nbytes = data.nbytes
+        self.targets = []
+
+    def copy_into(self, parts):
+        start = 0
+        for part in parts:
+            part[:] = self._data[start : start + part.nbytes]
+            start += part.nbytes
+            self.targets.append(part)
+        assert start == self.nbytes
+
+
+class Pinning:
+    """Allocates the memory of a pool, and says which memory is of the pool."""
+
+    def __init__(self):
+        self.memory = []
+
+    def __call__(self, nbytes):
+        self.memory.append(plain(nbytes))
+        return self.memory[-1]
+
+    def has(self, part):
+        return any(np.shares_memory(part, one) for one in self.memory)
+
+
+@pytest.fixture
+def pinning():
+    return Pinning()
+
+
+@pytest.fixture
+def pinned(pinning):
+    return PinnedTier(PinnedPool(1 << 20, 1 << 10, pin=pinning))
+
+
+def test_device_buffers_are_copied_into_blocks_directly(pinned, pinning):
+    device = OnDevice(noise(5000))
+    place = pinned.put(flat(noise(100, 1), device, OnDevice(noise(0))))
+    assert len(device.targets) > 4
+    assert all(map(pinning.has, device.targets))
+    assert_equal(pinned.get(place), flat(noise(100, 1), noise(5000), noise(0)))
+    assert not any(map(pinning.has, pinned.get(place).buffers))
+
+
+def test_lent_device_buffers_stay_in_their_blocks(pinned, pinning):
+    place = pinned.put(flat(noise(100, 1), OnDevice(noise(5000))))
+    with pinned.lent(place) as (header, (host, device)):
+        assert header == b"header"
+        assert isinstance(host, np.ndarray) and not pinning.has(host)
+        np.testing.assert_array_equal(host, noise(100, 1))
+        assert all(map(pinning.has, device.parts))
+        np.testing.assert_array_equal(np.concatenate(device.parts), noise(5000))
+        pinned.drop(place)
+        assert pinned.used_nbytes, "its memory is reused only when nobody reads it"
+    assert not pinned.used_nbytes
+    with pytest.raises(KeyError), pinned.lent(place):
+        pass
+
+
+def test_failed_copy_from_a_device_frees_its_blocks(pinned):
+    class Lost(OnDevice):
+        def copy_into(self, parts):
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        pinned.put(flat(Lost(noise(5000))))
+    assert not pinned.used_nbytes
+
+
+def test_value_on_a_device_is_copied_to_the_host_once():
+    host, device = noise(10), OnDevice(noise(5000))
+    value = flat(host, device)
+    with pytest.raises(TypeError, match="on a device"):
+        _ = value.arrays
+    found = value.on_host()
+    assert found.arrays[0] is host
+    assert len(device.targets) == 1
+    assert_equal(found, flat(host, noise(5000)))
+    assert found.on_host().arrays == found.arrays

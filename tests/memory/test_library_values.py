@@ -142,6 +142,48 @@ def test_copy_runs_after_the_queued_work_of_the_library(pumped):
     pumped.assert_right([7])
 
 
+def recorded(function, position, found):
+    """Return the function, recording one of its arguments."""
+
+    def record(*arguments):
+        found.append(arguments[position])
+        return function(*arguments)
+
+    return record
+
+
+def test_pinned_values_are_copied_without_other_host_memory(setup, monkeypatch):
+    gpu, pinned, out, back = setup.gpu, [], [], []
+    pin = setup.pool._pin
+    monkeypatch.setattr(setup.pool, "_pin", lambda nbytes: pinned.append(pin(nbytes)) or pinned[-1])
+    setup.store[4] = gpu.full(4, 200)
+    monkeypatch.setattr(gpu, "copy_out", recorded(gpu.copy_out, 1, out))
+    monkeypatch.setattr(gpu, "copy_in", recorded(gpu.copy_in, 3, back))
+    assert setup.store.make_room(DEVICE, 200)
+    assert setup.levels(4) == ["pinned"]
+    assert setup.store[4].nbytes == 200
+    for ends in (out, back):
+        assert sum(end.nbytes for end in ends) == 200
+        assert all(any(np.shares_memory(end, memory) for memory in pinned) for end in ends)
+    setup.assert_right([4])
+
+
+def test_value_that_cannot_leave_the_gpu_is_logged_once(setup, monkeypatch, caplog):
+    def fail(*arguments):
+        raise RuntimeError("the kernel that computes it failed")
+
+    with monkeypatch.context() as context:
+        context.setattr(setup.gpu, "copy_out", fail)
+        for key in range(2):
+            setup.store[key] = setup.gpu.full(key, 200)
+            assert not setup.store.make_room(DEVICE, 200)
+    (message,) = caplog.messages
+    assert "cannot spill 0" in message and "the kernel that computes it failed" in message
+    assert not setup.pool.used_nbytes
+    assert [setup.levels(key) for key in range(2)] == [["device"], ["device"]]
+    setup.assert_right(range(2))
+
+
 def test_empty_array_is_read_back(pumped):
     pumped.store[0] = pumped.gpu.full(0, 0)
     assert pumped.store.make_room(DEVICE, 1)

@@ -12,7 +12,7 @@ blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,6 +26,22 @@ BLOCK_NBYTES = 1 << 20
 def plain(nbytes: int) -> Buffer:
     """Return memory that is not pinned."""
     return np.empty(nbytes, dtype=np.uint8)
+
+
+class Scattered:
+    """Bytes that lie in several pieces of host memory, in order.
+
+    Attributes
+    ----------
+    parts
+        The pieces. They are valid as long as their owner says.
+    """
+
+    __slots__ = ("nbytes", "parts")
+
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        self.parts = tuple(parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
 
 
 class Blocks:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -58,6 +58,17 @@ TakeApart = Callable[[Any], tuple[bytes, Sequence[memoryview]] | None]
 Rebuild = Callable[[bytes, Sequence[memoryview]], Any]
 
 
+class DeviceBuffer(Protocol):
+    """A buffer of a decomposed value that is still in device memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes."""
+
+    def copy_into(self, parts: Sequence[Buffer]) -> None:
+        """Fill pieces of host memory, one after the other. The copy is done on return."""
+
+
 @dataclass(frozen=True)
 class Flat:
     """A decomposed value.
@@ -67,11 +78,36 @@ class Flat:
     header
         A small description that restores the value from its buffers.
     buffers
-        Its memory: one-dimensional, contiguous arrays of bytes.
+        Its memory: one-dimensional, contiguous arrays of bytes, or buffers on a device.
     """
 
     header: bytes
-    buffers: tuple[npt.NDArray[Any], ...]
+    buffers: tuple[npt.NDArray[Any] | DeviceBuffer, ...]
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The buffers of a value that is on the host.
+
+        Raises
+        ------
+        TypeError
+            A buffer is on a device.
+        """
+        found = tuple(buffer for buffer in self.buffers if isinstance(buffer, np.ndarray))
+        if len(found) < len(self.buffers):
+            raise TypeError("a buffer of this value is on a device: call on_host() first")
+        return found
+
+    def on_host(self) -> Flat:
+        """Return the value with all buffers in host memory. Arrays are not copied."""
+        found = []
+        for buffer in self.buffers:
+            if not isinstance(buffer, np.ndarray):
+                host = np.empty(buffer.nbytes, dtype=np.uint8)
+                buffer.copy_into([host])
+                buffer = host
+            found.append(buffer)
+        return Flat(self.header, tuple(found))
 
     @cached_property
     def nbytes(self) -> int:

@@ -105,7 +105,7 @@ def encoded(value: Flat, coder: int) -> EncodedValue:
     """
     buffers: list[Bytes] = []
     coders = []
-    for buffer in value.buffers:
+    for buffer in value.arrays:
         buffers.append(buffer)
         coders.append(0)
         if coder and SMALL_NBYTES <= buffer.nbytes <= _MOST_COMPRESSED_NBYTES:
