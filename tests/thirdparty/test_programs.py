@@ -46,28 +46,31 @@ RELATIVE_ERROR = 1e-5
 
 def run(name: str, folder: Path, is_enabled: bool) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "programs" / f"{name}.py")],
-        cwd=folder,
-        env=environment(
-            DASK_GPURT__ENABLED=str(is_enabled),
-            DASK_DISTRIBUTED__CLIENT__PRELOAD=f"['dask_gpurt.preload', '{HERE / 'tell.py'}']",
-            PREFECT_HOME=str(folder / "prefect"),
-            PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=str(TIMEOUT_S),
-            **WITHOUT_HEARTBEATS,
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    out, log = folder / "stdout.txt", folder / "stderr.txt"
+    # Files, not pipes: servers that a program started and left would hold its pipes open.
+    with out.open("w") as stdout, log.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "programs" / f"{name}.py")],
+            cwd=folder,
+            env=environment(
+                DASK_GPURT__ENABLED=str(is_enabled),
+                DASK_DISTRIBUTED__CLIENT__PRELOAD=f"['dask_gpurt.preload', '{HERE / 'tell.py'}']",
+                PREFECT_HOME=str(folder / "prefect"),
+                PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=str(TIMEOUT_S),
+                **WITHOUT_HEARTBEATS,
+            ),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
     try:
-        output, log = process.communicate(timeout=TIMEOUT_S)
+        process.wait(TIMEOUT_S)
     finally:
-        # Servers that a program started would keep its pipes open, and block the test.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(process.args, process.returncode, output, log)
+    return subprocess.CompletedProcess(
+        process.args, process.returncode, out.read_text(), log.read_text()
+    )
 
 
 def tracebacks(log: str) -> collections.Counter[str]:
