@@ -50,12 +50,13 @@ test: test-oldest test-newest test-standins
 environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed \
     $(VENV_HIP)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
-# Programs on top of other packages have a target of their own, `test-thirdparty`.
+# Of the programs on top of other packages, this runs those whose packages are small. All of them have
+# a target of their own, `test-thirdparty`.
 #
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --ignore tests/thirdparty tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
