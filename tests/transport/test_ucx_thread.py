@@ -242,8 +242,8 @@ def test_a_link_is_closed_after_incoming_data_has_arrived(options):
         may_go_on.set()
         sending.result(PATIENCE_S)
         until(lambda: not any(board.under_way().values()))
-        assert not board.held_nbytes()
-        assert not link.endpoint.alive
+        # UCX's thread lets go of them right after.
+        until(lambda: not board.held_nbytes() and not link.endpoint.alive)
 
 
 def test_closing_fails_announced_messages():
