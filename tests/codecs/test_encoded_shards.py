@@ -1,4 +1,4 @@
-"""Whole shards are encoded section by section, and decode to the same bytes."""
+"""Shards are encoded section by section and decode to the same bytes."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 from distributed import Event, get_client, wait, worker_client
+from distributed.system_monitor import SystemMonitor
 
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.integration.memory_cluster import MIB, cluster, until
@@ -143,9 +144,9 @@ def test_values_larger_than_their_sizeof_are_spilled():
 def test_unmanaged_memory_is_reported(monkeypatch):
     told = []
     monkeypatch.setattr("dask_gpurt.plugins.patches.worker_memory.warn_of_unmanaged", told.append)
+    # Before the worker starts: its first look may come before the test's next line.
+    monkeypatch.setattr(SystemMonitor, "get_process_memory", lambda monitor: 31 * MIB)
     with cluster(n_workers=1, **MONITORED) as client:
-        (worker,) = client.cluster.workers.values()
-        worker.monitor.get_process_memory = lambda: 31 * MIB
         until(lambda: told)
         assert client.submit(sum, [1, 2]).result() == 3
     assert told == [31 * MIB]
