@@ -251,15 +251,28 @@ async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
     # If the runtime is off, it is unknown which workers are stuck. Ask all of them.
     workers = sorted(status["workers"].keys() - silent) if silent else None
     found = {"client": get_versions(), "scheduler": await scheduler.versions(packages=[])}
+    message = {"op": "versions", "packages": []}
+    found["workers"] = await ask_workers(client, message, workers, VERSIONS_TIMEOUT_S)
+    return found
+
+
+async def ask_workers(
+    client: Client, message: dict[str, Any], workers: list[str] | None, timeout_s: float
+) -> dict[str, Any] | None:
+    """Return the answers of workers to a message; None if one of them does not answer in time.
+
+    Parameters
+    ----------
+    workers
+        Addresses; None for all workers.
+    """
+    scheduler: Any = client.scheduler
     asked = asyncio.ensure_future(
-        scheduler.broadcast(
-            msg={"op": "versions", "packages": []}, workers=workers, on_error="ignore"
-        )
+        scheduler.broadcast(msg=message, workers=workers, on_error="ignore")
     )
     # Not `asyncio.timeout`: a call cancelled while it connects may continue, and wait forever.
-    await asyncio.wait({asked}, timeout=VERSIONS_TIMEOUT_S)
-    found["workers"] = None if asked.cancel() else await asked
-    return found
+    await asyncio.wait({asked}, timeout=timeout_s)
+    return None if asked.cancel() else await asked
 
 
 def _one_line(error: BaseException) -> str:

@@ -7,7 +7,6 @@ the file, and the other parts are still written.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import zipfile
@@ -24,6 +23,7 @@ from dask_gpurt.command.connect import (
     ConnectError,
     address_of,
     ask,
+    ask_workers,
     connected,
     silent,
 )
@@ -155,16 +155,11 @@ async def _machines(client: Client, workers: list[str]) -> list[tuple[str, str]]
 async def _logs(client: Client, workers: list[str]) -> list[tuple[str, str]]:
     scheduler: Any = client.scheduler
     found = {"scheduler": await scheduler.get_logs(n=LOG_LINES)}
-    asked = asyncio.ensure_future(
-        scheduler.broadcast(
-            msg={"op": "get_logs", "n": LOG_LINES}, workers=workers, on_error="ignore"
-        )
-    )
-    # Not `asyncio.timeout`: a call cancelled while it connects may continue, and wait forever.
-    await asyncio.wait({asked}, timeout=_LOGS_TIMEOUT_S)
-    if asked.cancel():
+    message = {"op": "get_logs", "n": LOG_LINES}
+    of_workers = await ask_workers(client, message, workers, _LOGS_TIMEOUT_S)
+    if of_workers is None:
         raise TimeoutError(f"workers sent no logs in {_LOGS_TIMEOUT_S:g} s")
-    found.update(await asked)
+    found.update(of_workers)
     return [
         (f"logs/{re.sub(r'[^A-Za-z0-9.]+', '-', name)}.txt", _lines(logs))
         for name, logs in found.items()
