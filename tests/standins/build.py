@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+#: Builds are kept in the environment, where no other user can put a library in their place.
+IN_ENVIRONMENT = Path(sys.prefix)
 
 #: Without optimization, or functions would not begin as `HOOKABLE` of `cuda/parts.h` has it.
 FLAGS = ["-O0", "-g", "-mno-red-zone", "-fcf-protection=none", "-fvisibility=hidden", "-shared"]
@@ -37,7 +39,7 @@ def why_not() -> str | None:
     return None
 
 
-def build(folder: Path, libraries: Mapping[str, Sequence[str]]) -> Path:
+def build(folder: Path, libraries: Mapping[str, Sequence[str]], parent: Path | None = None) -> Path:
     """Return the folder with compiled libraries; compile them if no process has done so yet.
 
     Parameters
@@ -46,26 +48,38 @@ def build(folder: Path, libraries: Mapping[str, Sequence[str]]) -> Path:
         With the C files and headers.
     libraries
         File name of each library, and the files that it is made of.
+    parent
+        Where builds are kept; by default in the environment.
     """
     digest = hashlib.sha256(repr((FLAGS, sorted(libraries.items()))).encode())
     for path in sorted(folder.glob("*.[ch]")):
         digest.update(path.name.encode() + path.read_bytes())
-    name = f"gpurt-standins-{os.getuid()}-{digest.hexdigest()[:16]}"
-    made = Path(tempfile.gettempdir()) / name
-    if made.exists():
-        return made
-    with tempfile.TemporaryDirectory(prefix=name) as scratch:
-        out = Path(scratch) / "lib"
-        out.mkdir()
+
+    def compiled(out: Path) -> None:
         for library, files in libraries.items():
             command = ["gcc", *FLAGS, f"-Wl,-soname,{library}", "-o", out / library, *files, "-ldl"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
+
+    parent = parent or IN_ENVIRONMENT / f"standin-{folder.name}"
+    return once(parent / digest.hexdigest()[:16], compiled)
+
+
+def once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Return a folder, which `make` fills in another place unless it is there already.
+
+    Two processes may make it at the same time: the first one to rename its folder wins.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        make(made)
         try:
-            out.rename(made)
+            made.rename(folder)
         except OSError:
-            assert made.exists()  # another process was first
-    return made
+            assert folder.exists()
+            shutil.rmtree(made)
+    return folder
 
 
 def environment(**settings: object) -> dict[str, str]:

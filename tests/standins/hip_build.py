@@ -17,9 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 
+from tests.standins.build import IN_ENVIRONMENT, once
 from tests.standins.hip_kernels import OPTIONS
 
 HERE = pathlib.Path(__file__).parent
@@ -46,21 +46,10 @@ def why_no_standin() -> str | None:
 
 
 @functools.cache
-def built(parent: pathlib.Path = pathlib.Path(sys.prefix) / "standin-hip") -> pathlib.Path:
-    """Build the stand-in unless that was done before. Return its folder.
-
-    Two processes may build at the same time: the first one to rename its folder wins.
-    """
+def built(parent: pathlib.Path = IN_ENVIRONMENT / "standin-hip") -> pathlib.Path:
+    """Build the stand-in unless that was done before. Return its folder."""
     folder = parent / _key()
-    if not folder.exists():
-        parent.mkdir(exist_ok=True)
-        made = pathlib.Path(tempfile.mkdtemp(dir=parent))
-        _build(made, folder)
-        try:
-            made.rename(folder)
-        except OSError:
-            shutil.rmtree(made)
-    return folder
+    return once(folder, lambda made: _build(made, folder))
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -49,11 +49,13 @@ def test_stand_in_does_as_documented(module, name):
 
 
 def test_two_processes_compile_one_library(tmp_path):
-    build_twice = "from tests.standins.build import *; print(build(HERE / 'cuda', CUDA))"
+    build_twice = (
+        "from tests.standins.build import *; print(build(HERE / 'cuda', CUDA, Path(sys.argv[1])))"
+    )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", build_twice],
-            env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(build.ROOT)},
+            [sys.executable, "-c", build_twice, str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": str(build.ROOT)},
             stdout=subprocess.PIPE,
             text=True,
         )
