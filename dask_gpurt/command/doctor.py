@@ -39,8 +39,9 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     """
     # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
-        findings = local_findings() + slurm_findings(os.environ, job_facts())
-        findings += pod_findings(os.environ, pod_facts())
+        seen = job_facts()
+        findings = local_findings() + slurm_findings(os.environ, seen)
+        findings += pod_findings(os.environ, pod_facts(seen))
     failure: ConnectError | None = None
     try:
         address = address_of(scheduler, scheduler_file)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dask_gpurt.command.checks.pod import PodFacts, pod_facts, pod_findings
+from dask_gpurt.command.checks.slurm import job_facts
 from tests.command.conftest import Shell
 
 GIB = 1 << 30
@@ -75,13 +76,13 @@ def test_memory_limit_is_that_of_the_control_group(
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
-    assert pod_facts(control_group=tmp_path).memory_nbytes == expected
+    assert pod_facts(job_facts(), control_group=tmp_path).memory_nbytes == expected
 
 
 def test_shared_memory_has_the_size_of_its_mount(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
-    assert pod_facts(shm=str(tmp_path)).shm_nbytes == room.f_frsize * room.f_blocks
-    assert pod_facts(shm=str(tmp_path / "absent")).shm_nbytes is None
+    assert pod_facts(job_facts(), shm=str(tmp_path)).shm_nbytes == room.f_frsize * room.f_blocks
+    assert pod_facts(job_facts(), shm=str(tmp_path / "absent")).shm_nbytes is None
 
 
 def test_doctor_shows_the_pod(shell: Shell) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dask_gpurt.command.checks.local import Finding
-from dask_gpurt.command.checks.slurm import file_system, job_facts
+from dask_gpurt.command.checks.slurm import JobFacts, file_system
 
 #: Size of `/dev/shm` in a container whose manifest does not mount it.
 _DEFAULT_SHM_NBYTES = 64 << 20
@@ -75,17 +75,20 @@ def pod_findings(environ: Mapping[str, str], facts: PodFacts) -> list[Finding]:
     return found
 
 
-def pod_facts(control_group: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm") -> PodFacts:
+def pod_facts(
+    seen: JobFacts, control_group: Path = Path("/sys/fs/cgroup"), shm: str = "/dev/shm"
+) -> PodFacts:
     """Return what the container of this process has.
 
     Parameters
     ----------
+    seen
+        What Dask sees in this process.
     control_group
         Folder in which the container sees its control group.
     shm
         Mount point of shared memory.
     """
-    seen = job_facts()
     shm_nbytes: int | None
     try:
         room = os.statvfs(shm)
