@@ -178,9 +178,7 @@ class Carrier:
             self._failed(move, [move.target])
         except Exception as error:
             # A value's own pickling may raise anything; that concerns this value alone.
-            if not self._is_closed:
-                self._log_not_spilled(move.key, type(source), error)
-            self._failed(move, [] if will_pass(error) else tiers)
+            self._stays(move, type(source), error, tiers)
         return None
 
     def _written(self, move: Put, flat: Flat, kind: type, tiers: Collection[int]) -> Any:
@@ -202,10 +200,14 @@ class Carrier:
             self._failed(move, is_full=is_full)
         except Exception as error:
             # The device failed, or the computation of the value did.
-            if not self._is_closed:
-                self._log_not_spilled(move.key, kind, error)
-            self._failed(move, tiers)
+            self._stays(move, kind, error, tiers)
         return None
+
+    def _stays(self, move: Put, kind: type, error: Exception, tiers: Collection[int]) -> None:
+        """Report that a value stays where it is: it cannot leave its top level."""
+        if not self._is_closed:
+            self._log_not_spilled(move.key, kind, error)
+        self._failed(move, [] if will_pass(error) else tiers)
 
     def _log_not_spilled(self, key: Hashable, kind: type, error: Exception) -> None:
         """Warn that a value stays in memory, once for each type: there may be thousands."""

@@ -95,11 +95,14 @@ class ArrayBuffer:
         # The stream itself must not wait for a kernel: a failed kernel would stop it for good.
         array.ready.synchronize()
         stream.wait(array.ready)
-        for start, part in _placed(parts):
-            stream.to_host(part, array.buffer.part(start, part.nbytes))
-        copied = stream.record()
-        array.used(copied)
-        copied.synchronize()
+        try:
+            for start, part in _placed(parts):
+                stream.to_host(part, array.buffer.part(start, part.nbytes))
+        finally:
+            # Even after an error: queued copies still write to the memory.
+            copied = stream.record()
+            array.used(copied)
+            copied.synchronize()
 
 
 def _parts_of(buffer: npt.NDArray[np.uint8] | Scattered) -> Sequence[npt.NDArray[np.uint8]]:

@@ -353,6 +353,20 @@ def test_arrays_of_any_type_are_spilled_and_read_back(dtype, shape):
 # ------------------------------------------------------------------ faults
 
 
+def test_failed_copy_leaves_no_other_copy_under_way():
+    """The memory is given to another value next, and a late copy would overwrite that."""
+    setup = Setup()
+    array = setup.made(noise(200))
+    (buffer,) = setup.packing.flatten(array).buffers
+    parts = [np.zeros(100, np.uint8) for _ in range(2)]
+    setup.device.left["a copy to the host"] = 1
+    with pytest.raises(RuntimeError, match="as it was told to"):
+        buffer.copy_into(parts)
+    np.testing.assert_array_equal(parts[0], noise(200)[:100])
+    assert not parts[1].any()
+    setup.device.close()
+
+
 @pytest.mark.parametrize("n", range(8))
 @pytest.mark.parametrize("operation", ["allocate", "a copy to the host", "a copy to the device"])
 def test_any_failure_keeps_values_right_and_leaks_nothing(operation, n):
