@@ -181,8 +181,8 @@ def test_rows_survive_json():
     assert parse_row('{"name": "x", "another": 1}') is None
 
 
-def test_benchmark_takes_less_than_eight_minutes():
-    assert sum(command.SECTIONS.values()) < 480
+def test_benchmark_takes_less_than_ten_minutes():
+    assert sum(command.SECTIONS.values()) < 600
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")

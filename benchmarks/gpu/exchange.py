@@ -1,4 +1,6 @@
-"""Section that shuffles cuDF partitions between two workers on one GPU: stock Dask against ours.
+"""Section that exchanges data between two workers on one GPU: stock Dask against ours.
+
+It shuffles cuDF partitions and rechunks a CuPy array. The yardstick is a copy within the device.
 
 If distributed-ucxx is installed, stock Dask sends over UCX, which moves device memory between
 processes by CUDA IPC. Otherwise it sends over TCP, through the host. The runtime opens UCX links of
@@ -11,12 +13,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.gpu.messages import copy_gb_per_s
 from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
 N_PARTS, ROWS = 16, 4_000_000
-POOL_NBYTES = 16 << 30
+#: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
+N_ELEMENTS, N_CHUNKS = 16_384, 16
+POOL_NBYTES = 8 << 30
 REPEATS = 3
 _ROW_NBYTES = 24
 
@@ -59,17 +64,25 @@ def protocol() -> str:
     return "ucxx"
 
 
+def block(number: int, rows: int, columns: int) -> Any:
+    """Make one chunk of rows."""
+    import cupy
+
+    return cupy.random.default_rng(number).random((rows, columns))
+
+
 def run(report: Report) -> None:
-    """Shuffle on a stock cluster and on an enabled one, in turns."""
+    """Exchange on a stock cluster and on an enabled one, in turns."""
     import dask
     from distributed import Client, LocalCluster
 
     import dask_gpurt
 
     over = protocol()
+    device_rate = copy_gb_per_s()
+    report(Row("copy within the device", device_rate, "GB/s"))
     with contextlib.ExitStack() as stack:
-        sides: dict[str, Callable[[], None]] = {}
-        lengths: dict[str, int] = {}
+        clients: dict[str, Any] = {}
         for side in ("stock", "enabled"):
             with dask.config.set({"gpurt.enabled": False}):
                 cluster = stack.enter_context(
@@ -77,46 +90,90 @@ def run(report: Report) -> None:
                         n_workers=2, threads_per_worker=1, protocol=over, dashboard_address=":0"
                     )
                 )
-                client = stack.enter_context(Client(cluster, set_as_default=False))
-            client.run(use_pool, POOL_NBYTES)
+                clients[side] = stack.enter_context(Client(cluster, set_as_default=False))
+            clients[side].run(use_pool, POOL_NBYTES)
             if side == "enabled":
-                dask_gpurt.enable(client)
-            try:
-                sides[side], lengths[side] = prepare(client)
-            except Exception as error:
-                # Not every version of stock Dask can shuffle such frames.
-                report(Row(f"shuffle of device frames, {side}", skipped=repr(error)))
-        if not sides:
-            return
-        took_s = medians_s(sides, REPEATS)
-        nbytes = N_PARTS * ROWS * _ROW_NBYTES
-        is_compared = len(sides) == 2
-        report(
-            Row(
-                f"shuffle of device frames over {over}",
-                nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9,
-                "GB/s",
-                took_s["enabled"] / took_s["stock"] if is_compared else None,
-                "seconds enabled / seconds stock" if is_compared else "",
-                details={"nbytes": nbytes, "took_s": took_s, "lengths": lengths},
+                dask_gpurt.enable(clients[side])
+        work = {
+            "rechunk of device arrays": (arrays, N_ELEMENTS**2 * 8),
+            "shuffle of device frames": (frames, N_PARTS * ROWS * _ROW_NBYTES),
+        }
+        for name, (prepare, nbytes) in work.items():
+            sides: dict[str, Callable[[], None]] = {}
+            answers: dict[str, Any] = {}
+            for side, client in clients.items():
+                try:
+                    sides[side], answers[side] = prepare(client)
+                except Exception as error:
+                    # Not every version of stock Dask can exchange such data.
+                    report(Row(f"{name}, {side}", skipped=repr(error)))
+            if not sides:
+                continue
+            took_s = medians_s(sides, REPEATS)
+            rate = nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9
+            is_compared = len(sides) == 2
+            report(
+                Row(
+                    f"{name} over {over}",
+                    rate,
+                    "GB/s",
+                    took_s["enabled"] / took_s["stock"] if is_compared else None,
+                    "seconds enabled / seconds stock" if is_compared else "",
+                    details={
+                        "nbytes": nbytes,
+                        "took_s": took_s,
+                        "answers": answers,
+                        "of_copy_within_the_device": rate / device_rate,
+                        "runs": dask_gpurt.status(clients["enabled"])["runs"],
+                    },
+                )
             )
-        )
 
 
-def prepare(client: Any) -> tuple[Callable[[], None], int]:
+def frames(client: Any) -> tuple[Callable[[], None], int]:
     """Return a function that runs the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
-    from distributed import wait
 
     with client.as_current():
-        frame = client.persist(from_map(part, range(N_PARTS), rows=ROWS))
-        wait(frame)
+        frame = _persisted(client, from_map(part, range(N_PARTS), rows=ROWS))
         shuffled = frame.shuffle("key")
         length = int(client.compute(shuffled.map_partitions(len).sum()).result())
+    return _runner(client, shuffled), length
 
+
+def arrays(client: Any) -> tuple[Callable[[], None], float]:
+    """Return a function that runs the rechunk, and the sum of the array's elements."""
+    import cupy
+    import dask
+    import dask.array as da
+
+    rows = N_ELEMENTS // N_CHUNKS
+    with client.as_current():
+        blocks = [
+            da.from_delayed(
+                dask.delayed(block)(number, rows, N_ELEMENTS),
+                (rows, N_ELEMENTS),
+                meta=cupy.empty((0, 0)),
+            )
+            for number in range(N_CHUNKS)
+        ]
+        whole = _persisted(client, da.concatenate(blocks))
+        rechunked = whole.rechunk((N_ELEMENTS, rows))
+        total = float(client.compute(rechunked.sum()).result())
+    return _runner(client, rechunked), total
+
+
+def _persisted(client: Any, lazy: Any) -> Any:
+    from distributed import wait
+
+    kept = client.persist(lazy)
+    wait(kept)
+    return kept
+
+
+def _runner(client: Any, lazy: Any) -> Callable[[], None]:
     def once() -> None:
         with client.as_current():
-            result = client.persist(shuffled)
-            wait(result)
+            _persisted(client, lazy)
 
-    return once, length
+    return once

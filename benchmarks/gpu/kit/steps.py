@@ -120,6 +120,7 @@ STEPS = (
             Work("test_packed_frames", 60),
             Work("test_messages", 40),
             Work("test_processes", 90),
+            Work("messages", 60),
         ),
     ),
     Step(
@@ -129,10 +130,11 @@ STEPS = (
         (*_FIRST, *_SECOND, *_THIRD),
         (
             Work("facts", 30),
-            Work("test_frames", 200),
-            Work("test_carried_types", 60),
-            Work("test_codecs", 90),
-            Work("exchange", 90),
+            Work("test_frames", 150),
+            Work("test_carried_types", 40),
+            Work("test_codecs", 70),
+            Work("shards", 40),
+            Work("exchange", 110),
             Work("codecs", 40),
         ),
     ),

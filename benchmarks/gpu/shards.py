@@ -1,0 +1,155 @@
+"""Section that takes the time of each step from a cuDF partition to its shards, and back.
+
+The yardstick is a copy within the device. The step `gather, pack, fill` is what a shard costs now.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.gpu.exchange import part, use_pool
+from benchmarks.gpu.messages import copy_gb_per_s
+from benchmarks.gpu.report import Report, Row
+from benchmarks.gpu.timing import medians_s
+from dask_gpurt.devices.cuda.driver import why_no_cuda
+
+ROWS, N_SHARDS = 4_000_000, 6
+POOL_NBYTES = 4 << 30
+REPEATS = 9
+
+
+def skip_reason() -> str:
+    """Return why the section cannot run; empty if it can."""
+    if (reason := why_no_cuda()) is not None:
+        return reason
+    try:
+        import cudf  # noqa: F401
+    except ImportError as error:
+        return f"cudf cannot be imported: {error}"
+    return ""
+
+
+def run(report: Report) -> None:
+    """Measure the steps on one partition."""
+    use_pool(POOL_NBYTES)
+    import cupy
+    import numpy as np
+    import pylibcudf as plc
+
+    from dask_gpurt.frames.device import device_contents
+    from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
+
+    device_rate = copy_gb_per_s()
+    report(Row("copy within the device", device_rate, "GB/s"))
+    frame = part(1, ROWS)
+    tables = CudfTables()
+    table, kinds = tables.take_apart(frame, frame)
+    nbytes = tables.nbytes(table)
+    numbers = frame["key"] % N_SHARDS
+    report(Row("partition", nbytes / 2**20, "MiB"))
+    order = cupy.argsort(numbers.values, kind="stable").astype(cupy.int32)
+    bounds = [0, *(int(n) for n in np.cumsum(np.bincount(numbers.values.get())))]
+    rows_of = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
+    gathered = [tables.gather(table, rows) for rows in rows_of]
+    packed = [tables.pack(one) for one in gathered]
+    contents = [device_contents.encode(columns) for _, columns in packed]
+    room = [
+        CudfMemory.empty(data.nbytes + len(more))
+        for (data, _), more in zip(packed, contents, strict=True)
+    ]
+    stream = cupy.cuda.get_current_stream()
+
+    def each(call: Callable[[int], Any]) -> Callable[[], None]:
+        def run_all() -> None:
+            for number in range(N_SHARDS):
+                call(number)
+            stream.synchronize()
+
+        return run_all
+
+    def fill(number: int) -> None:
+        tables.fill(room[number], packed[number][0], contents[number])
+
+    def whole(number: int) -> None:
+        data, columns = tables.pack(tables.gather(table, rows_of[number]))
+        more = device_contents.encode(columns)
+        target = CudfMemory.empty(data.nbytes + len(more))
+        tables.fill(target, data, more)
+
+    def sort() -> None:
+        cupy.argsort(numbers.values, kind="stable")
+        stream.synchronize()
+
+    def sort_by_cudf() -> None:
+        plc.sorting.stable_sorted_order(
+            plc.Table([plc.Column.from_cuda_array_interface(numbers.values.astype(cupy.int32))]),
+            [plc.types.Order.ASCENDING],
+            [plc.types.NullOrder.AFTER],
+        )
+        stream.synchronize()
+
+    def partition() -> None:
+        plc.partitioning.partition(
+            table,
+            plc.Column.from_cuda_array_interface(numbers.values.astype(cupy.int32)),
+            N_SHARDS,
+        )
+        stream.synchronize()
+
+    def split() -> None:
+        ordered = tables.gather(table, order)
+        for start, stop in itertools.pairwise(bounds):
+            tables.pack(tables.slice(ordered, start, stop))
+        stream.synchronize()
+
+    def chunked(number: int) -> None:
+        target = room[number].buffer
+        packer = plc.contiguous_split.ChunkedPack.create(gathered[number], target.size)
+        packer.next(target)
+        packer.build_metadata()
+
+    def once() -> None:
+        tables.gather(table, order)
+        stream.synchronize()
+
+    def back() -> None:
+        views = [
+            tables.slice(tables.view(one[0], one[1]), 0, len(rows))
+            for one, rows in zip(packed, rows_of, strict=True)
+        ]
+        tables.put_together(tables.concatenate(views), kinds, frame)
+        stream.synchronize()
+
+    for name, step in {
+        "order of the rows, CuPy": sort,
+        "order of the rows, cuDF": sort_by_cudf,
+        "gather": each(lambda number: tables.gather(table, rows_of[number])),
+        "gather of all rows at once": once,
+        "pack": each(lambda number: tables.pack(gathered[number])),
+        "fill": each(fill),
+        "gather, pack, fill": each(whole),
+        "gather of all, pack of slices": split,
+        "chunked pack into place": each(chunked),
+        "partition by cuDF": partition,
+        "memory": each(lambda number: CudfMemory.empty(room[number].nbytes)),
+        "view, concatenate, put together": back,
+    }.items():
+        try:
+            took_s = medians_s({name: step}, REPEATS)[name]
+        except Exception as error:
+            # A step that cuDF does not have, or takes otherwise, must not hide the others.
+            report(Row(name, skipped=repr(error)))
+            continue
+        rate = nbytes / took_s / 1e9
+        report(
+            Row(
+                name,
+                rate,
+                "GB/s",
+                rate / device_rate,
+                "this / copy within the device",
+                details={"took_s": took_s, "shards": N_SHARDS},
+            )
+        )
