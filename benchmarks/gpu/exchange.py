@@ -10,7 +10,9 @@ its own if ucxx is installed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu.messages import copy_gb_per_s
@@ -99,7 +101,7 @@ def run(report: Report) -> None:
             "shuffle of device frames": (frames, N_PARTS * ROWS * _ROW_NBYTES),
         }
         for name, (prepare, nbytes) in work.items():
-            sides: dict[str, Callable[[], None]] = {}
+            sides: dict[str, Exchange] = {}
             answers: dict[str, Any] = {}
             for side, client in clients.items():
                 try:
@@ -109,7 +111,11 @@ def run(report: Report) -> None:
                     report(Row(f"{name}, {side}", skipped=repr(error)))
             if not sides:
                 continue
-            took_s = medians_s(sides, REPEATS)
+            took_s = medians_s(
+                {side: exchange.run for side, exchange in sides.items()},
+                REPEATS,
+                partial(_until_forgotten, list(sides.values())),
+            )
             rate = nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9
             is_compared = len(sides) == 2
             report(
@@ -130,19 +136,19 @@ def run(report: Report) -> None:
             )
 
 
-def frames(client: Any) -> tuple[Callable[[], None], int]:
-    """Return a function that runs the shuffle, and the number of rows that it returns."""
+def frames(client: Any) -> tuple[Exchange, int]:
+    """Return the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
 
     with client.as_current():
         frame = _persisted(client, from_map(part, range(N_PARTS), rows=ROWS))
         shuffled = frame.shuffle("key")
         length = int(client.compute(shuffled.map_partitions(len).sum()).result())
-    return _runner(client, shuffled), length
+    return Exchange(client, shuffled), length
 
 
-def arrays(client: Any) -> tuple[Callable[[], None], float]:
-    """Return a function that runs the rechunk, and the sum of the array's elements."""
+def arrays(client: Any) -> tuple[Exchange, float]:
+    """Return the rechunk, and the sum of the array's elements."""
     import cupy
     import dask
     import dask.array as da
@@ -160,7 +166,7 @@ def arrays(client: Any) -> tuple[Callable[[], None], float]:
         whole = _persisted(client, da.concatenate(blocks))
         rechunked = whole.rechunk((N_ELEMENTS, rows))
         total = float(client.compute(rechunked.sum()).result())
-    return _runner(client, rechunked), total
+    return Exchange(client, rechunked), total
 
 
 def _persisted(client: Any, lazy: Any) -> Any:
@@ -171,9 +177,32 @@ def _persisted(client: Any, lazy: Any) -> Any:
     return kept
 
 
-def _runner(client: Any, lazy: Any) -> Callable[[], None]:
-    def once() -> None:
-        with client.as_current():
-            _persisted(client, lazy)
+class Exchange:
+    """An exchange of a client, which can be repeated."""
 
-    return once
+    def __init__(self, client: Any, lazy: Any) -> None:
+        self._client = client
+        self._lazy = lazy
+        self._keys: list[Any] = []
+
+    def run(self) -> None:
+        """Run the exchange, and drop its result."""
+        from dask.core import flatten
+
+        with self._client.as_current():
+            kept = _persisted(self._client, self._lazy)
+            self._keys = list(flatten(kept.__dask_keys__()))
+
+    def until_forgotten(self) -> None:
+        """Wait until the scheduler has forgotten the last result: it would return that again."""
+        while self._client.run_on_scheduler(_knows, keys=self._keys):
+            time.sleep(0.005)
+
+
+def _until_forgotten(exchanges: Sequence[Exchange]) -> None:
+    for exchange in exchanges:
+        exchange.until_forgotten()
+
+
+def _knows(dask_scheduler: Any, keys: list[Any]) -> bool:
+    return any(key in dask_scheduler.tasks for key in keys)

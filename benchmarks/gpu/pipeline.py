@@ -85,11 +85,11 @@ def measure(
             lambda: compute.launch(lambda a: add(a, rounds), writes=[buffers[0]]), compute
         )
 
-    # The duration is linear in the rounds. Choose as many as take as long as a copy.
-    few_s, many_s = rounds_s(8), rounds_s(64)
-    per_round_s = max((many_s - few_s) / 56, 1e-9)
-    n_rounds = max(1, round(8 + (in_s - few_s) / per_round_s))
-    compute_s = rounds_s(n_rounds)
+    # Short kernels take as long as their launch, so the number grows until it fits.
+    n_rounds, compute_s = 8, rounds_s(8)
+    for _ in range(8):
+        n_rounds = max(1, min(16 * n_rounds, round(n_rounds * in_s / compute_s)))
+        compute_s = rounds_s(n_rounds)
     streams["out"].wait(compute.record())
     out_s = stage_s(lambda: streams["out"].to_host(targets[0], buffers[0]), streams["out"])
 

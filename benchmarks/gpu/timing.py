@@ -10,17 +10,27 @@ from dask_gpurt.devices.cuda.driver import CupyDriver
 from dask_gpurt.devices.cuda.gpu import CudaDevice
 
 
-def medians_s(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def medians_s(
+    sides: Mapping[str, Callable[[], None]],
+    repeats: int,
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
     """Return the median time of each side.
 
     Each side first runs once without timing. Then the sides take turns, in alternating order. A
     side must return only after all of its work is done, including work on the device.
+
+    Parameters
+    ----------
+    before
+        Called before each timing.
     """
     took_s: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
         side()
     for number in range(repeats):
         for name, side in list(sides.items())[:: 1 if number % 2 == 0 else -1]:
+            before()
             began = time.perf_counter()
             side()
             took_s[name].append(time.perf_counter() - began)

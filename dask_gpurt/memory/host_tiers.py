@@ -130,18 +130,20 @@ class PinnedTier(_HostTier[PinnedPlace]):
         ValueRefusedError
             The value is larger than the whole pool.
         """
-        # The header stays a Python object. Blocks are taken for it too, so that it is counted.
-        if flat.nbytes > self._pool.capacity_nbytes:
+        # The header stays a Python object. Blocks are taken for a large one, so that it is counted.
+        # A small one must not cost a block: a value of a MiB would then take two.
+        block_nbytes = self._pool.block_nbytes
+        nbytes = flat.nbytes - len(flat.header) % block_nbytes
+        if nbytes > self._pool.capacity_nbytes:
             raise ValueRefusedError(
-                f"no pinned memory for {flat.nbytes} bytes: the pool has "
-                f"{self._pool.capacity_nbytes}"
+                f"no pinned memory for {nbytes} bytes: the pool has {self._pool.capacity_nbytes}"
             )
         try:
-            blocks = self._pool.take(flat.nbytes)
+            blocks = self._pool.take(nbytes)
         except MemoryError as error:
-            raise TierFullError(f"no pinned memory for {flat.nbytes} bytes: {error}") from error
+            raise TierFullError(f"no pinned memory for {nbytes} bytes: {error}") from error
         place = PinnedPlace(
-            self._pool.size_of(flat.nbytes),
+            self._pool.size_of(nbytes),
             flat.header,
             tuple(buffer.nbytes for buffer in flat.buffers),
             tuple(not isinstance(buffer, np.ndarray) for buffer in flat.buffers),

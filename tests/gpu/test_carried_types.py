@@ -93,17 +93,27 @@ def test_carried_lists_have_the_type_of_their_buffers():
     assert n_lists > 20
 
 
+def missing_values(dtype):
+    """Return three missing values. The constructor of a Series takes no time zones."""
+    if isinstance(dtype, pd.DatetimeTZDtype):
+        naive = cudf.Series([None] * 3, dtype=f"M8[{dtype.unit}]")
+        return naive.dt.tz_localize("UTC").dt.tz_convert(str(dtype.tz))
+    return cudf.Series([None] * 3, dtype=dtype)
+
+
 @needs_cudf
 def test_carried_types_come_back_from_their_buffers():
     @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
     @given(every_dtype())
     def check(dtype):
         assume(is_carried(dtype))
-        frame = cudf.DataFrame({"a": cudf.Series([None] * 3, dtype=dtype)})
+        frame = cudf.DataFrame({"a": missing_values(dtype)})
         tables = CudfTables()
         table, kinds = tables.take_apart(frame, frame.iloc[:0])
         memory, columns = tables.pack(table)
         again = tables.put_together(tables.view(memory, columns), kinds, frame.iloc[:0])
-        cudf.testing.assert_frame_equal(again, frame)
+        # cuDF's own comparison takes neither lists nor decimals of 32 bits.
+        assert again["a"].dtype == frame["a"].dtype == dtype
+        assert again["a"].null_count == len(again) == 3
 
     check()

@@ -27,14 +27,19 @@ WHY_NOT = why_not()
 needs_nvcomp = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
+class NvcompSuite(CodecSuite):
+    # nvCOMP 5.3 leaves some bytes of its header as they were in memory.
+    sets_every_byte = False
+
+
 @needs_nvcomp
-class TestLz4(CodecSuite):
+class TestLz4(NvcompSuite):
     codec = NVCOMP_CODECS[128]
     compressible = ("constant", "small range", "text")
 
 
 @needs_nvcomp
-class TestZstd(CodecSuite):
+class TestZstd(NvcompSuite):
     codec = NVCOMP_CODECS[129]
     compressible = ("constant", "small range", "text", "days")
 

@@ -22,7 +22,7 @@ HEAD = """
     from benchmarks.gpu.kernels import kernel
     from dask_gpurt.devices.occupancy.architectures import architecture_of
     from dask_gpurt.devices.occupancy.resident_blocks import Launch, occupancy
-    from dask_gpurt.devices.occupancy.planner import Plan
+    from dask_gpurt.devices.occupancy.planner import LaunchPlan
     from dask_gpurt.devices.occupancy.shaping import LaunchHook, Planner, shaped
 
     launches.hook = hook = LaunchHook(launches, enabled=True)
@@ -54,7 +54,7 @@ def test_a_raw_kernel_requests_the_planned_memory():
         assert carried() == 0
         with planned(2):
             shaped_nbytes = carried()
-        (decided,) = [one for one in hook.decisions() if isinstance(one.why, Plan)][:1]
+        (decided,) = [one for one in hook.decisions() if isinstance(one.why, LaunchPlan)][:1]
         assert shaped_nbytes == decided.nbytes > 48 << 10
         assert carried() == 0
     """)
@@ -75,7 +75,7 @@ def test_elementwise_and_reduction_kernels_compute_the_same():
             again = results()
         for one, other in zip(plain, again, strict=True):
             assert bool((one == other).all())
-        plans = [one for one in hook.decisions() if isinstance(one.why, Plan)]
+        plans = [one for one in hook.decisions() if isinstance(one.why, LaunchPlan)]
         assert len(plans) >= 4, hook.decisions()
         assert hook.failure is None
     """)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,13 @@ class Scattered:
         self.nbytes = sum(part.nbytes for part in self.parts)
 
 
+class Block(NamedTuple):
+    """A part of memory that was pinned in one call."""
+
+    memory: Buffer
+    start: int
+
+
 class Blocks:
     """Memory of one value: some blocks, the last of which may be partly used.
 
@@ -53,16 +61,22 @@ class Blocks:
         Usable bytes, as requested.
     blocks
         The blocks in order.
+    block_nbytes
+        Size of a block.
     """
 
-    __slots__ = ("blocks", "nbytes")
+    __slots__ = ("block_nbytes", "blocks", "nbytes")
 
-    def __init__(self, nbytes: int, blocks: list[Buffer]) -> None:
+    def __init__(self, nbytes: int, blocks: list[Block], block_nbytes: int) -> None:
         self.nbytes = nbytes
         self.blocks = blocks
+        self.block_nbytes = block_nbytes
 
     def stretches(self, start: int, nbytes: int) -> Iterator[Buffer]:
         """Yield the contiguous pieces that hold the bytes from `start` on, in order.
+
+        Adjacent blocks make one piece. A copy of a MiB takes the engine of a GPU as long as Python
+        takes to start it.
 
         Raises
         ------
@@ -72,10 +86,15 @@ class Blocks:
         if not 0 <= start <= start + nbytes <= self.nbytes:
             raise IndexError(f"{nbytes} bytes at {start} exceed a value of {self.nbytes}")
         while nbytes:
-            block_nbytes = self.blocks[0].nbytes
-            number, offset = divmod(start, block_nbytes)
-            taken = min(nbytes, block_nbytes - offset)
-            yield self.blocks[number][offset : offset + taken]
+            number, offset = divmod(start, self.block_nbytes)
+            memory, first = self.blocks[number]
+            end = first + self.block_nbytes
+            for one in self.blocks[number + 1 :]:
+                if one.memory is not memory or one.start != end or end - first >= offset + nbytes:
+                    break
+                end += self.block_nbytes
+            taken = min(nbytes, end - first - offset)
+            yield memory[first + offset : first + offset + taken]
             start += taken
             nbytes -= taken
 
@@ -118,7 +137,7 @@ class PinnedPool:
         self.capacity_nbytes = capacity_nbytes // block_nbytes * block_nbytes
         self._pin = pin
         self._lock = threading.Lock()
-        self._idle: list[Buffer] = []
+        self._idle: list[Block] = []
         self._n_used = 0
         self._n_allocations = 0
 
@@ -155,16 +174,13 @@ class PinnedPool:
                     self._n_used -= n_blocks
                     self._idle += blocks
                 raise
-        return Blocks(nbytes, blocks)
+        return Blocks(nbytes, blocks, self.block_nbytes)
 
-    def _grow(self, n_blocks: int) -> list[Buffer]:
+    def _grow(self, n_blocks: int) -> list[Block]:
         memory = self._pin(n_blocks * self.block_nbytes)
         with self._lock:
             self._n_allocations += 1
-        return [
-            memory[start : start + self.block_nbytes]
-            for start in range(0, memory.nbytes, self.block_nbytes)
-        ]
+        return [Block(memory, start) for start in range(0, memory.nbytes, self.block_nbytes)]
 
     def give_back(self, blocks: Blocks) -> None:
         """Return the memory of a value to the pool. Repeated calls do nothing."""

@@ -65,6 +65,26 @@ def test_any_part_of_a_pinned_value_can_be_read(start, nbytes, block_nbytes):
         np.testing.assert_array_equal(read(blocks, start, nbytes), values[start : start + nbytes])
 
 
+def test_adjacent_blocks_make_one_piece():
+    pool = PinnedPool(1000, 100)
+    lengths = [piece.nbytes for piece in pool.take(350).stretches(20, 310)]
+    assert lengths == [310]
+
+
+def test_blocks_apart_make_pieces():
+    pool = PinnedPool(1000, 100)
+    first, second, third = (pool.take(200) for _ in range(3))
+    pool.give_back(third)
+    pool.give_back(first)
+    blocks = pool.take(400)
+    assert [piece.nbytes for piece in blocks.stretches(50, 340)] == [150, 190]
+    assert [piece.nbytes for piece in blocks.stretches(210, 20)] == [20]
+    values = noise(400)
+    blocks.write(0, values)
+    np.testing.assert_array_equal(read(blocks), values)
+    assert second.nbytes == 200
+
+
 def test_all_blocks_of_a_value_are_pinned_in_one_call():
     pinner = Pinner()
     pool = PinnedPool(1000, 10, pinner)
