@@ -47,7 +47,7 @@ class DeviceArray:
         self.ready = ready
         self._stream = stream
         self._lock = threading.Lock()
-        self._uses: list[Event] = []
+        buffer.last_uses.append(ready)
 
     @classmethod
     def from_host(
@@ -116,9 +116,10 @@ class DeviceArray:
         """Delay the freeing of the memory until after this event."""
         # Several threads may use one array. The lock keeps them from losing each other's events.
         with self._lock:
-            self._uses = [one for one in self._uses if not one.is_done()]
-            self._uses.append(event)
+            _, *later = uses = self.buffer.last_uses
+            uses[1:] = [one for one in later if not one.is_done()]
+            uses.append(event)
 
     def __del__(self) -> None:
-        if hasattr(self, "_uses"):
-            self.device.free_later(self.buffer, self._stream, [self.ready, *self._uses])
+        if hasattr(self, "_lock"):
+            self.device.free_later(self.buffer, self._stream)

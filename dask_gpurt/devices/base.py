@@ -27,6 +27,7 @@ class _Owned(Protocol):
 class _Allocation(Protocol):
     device: Any
     nbytes: int
+    last_uses: list[Event]
 
 
 class Span(Generic[A]):
@@ -45,6 +46,10 @@ class Span(Generic[A]):
         self.device = allocation.device
         self.start = start
         self.nbytes = nbytes
+
+    @property
+    def last_uses(self) -> list[Event]:
+        return self.allocation.last_uses
 
     def part(self, start: int, nbytes: int) -> Self:
         if not 0 <= start <= start + nbytes <= self.nbytes:
@@ -82,14 +87,14 @@ class BaseDevice:
         self._on_full: OnFull | None = None
         # A deque, because destructors append to it wherever the garbage collector runs. They must
         # not take the lock: the same thread may hold it.
-        self._dead: deque[tuple[Any, Any, list[Any]]] = deque()
+        self._dead: deque[tuple[Any, Any]] = deque()
 
     def on_full(self, callback: OnFull | None) -> None:
         with self._lock:
             self._on_full = callback
 
-    def free_later(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        self._dead.append((buffer, stream, list(events)))
+    def free_later(self, buffer: Buffer, stream: Stream) -> None:
+        self._dead.append((buffer, stream))
 
     def _own(self, things: Iterable[Any], kind: type[T], what: str) -> list[T]:
         """Return buffers, streams or events of this device; raise ValueError for any others."""

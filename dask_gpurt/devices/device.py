@@ -24,7 +24,7 @@ reports programs that break them. Every device must pass `tests/conformance/devi
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -49,6 +49,14 @@ class Buffer(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    @property
+    def last_uses(self) -> list[Event]:
+        """Events that `Device.free_later` waits for, of all parts of the memory. Callers fill it.
+
+        The device keeps the list, so that the garbage collector does not. It calls destructors of
+        garbage in any order, and that of CuPy's event destroys the event.
+        """
 
     def part(self, start: int, nbytes: int) -> Buffer:
         """Return a view of the memory. The view is valid until the memory is freed.
@@ -169,8 +177,8 @@ class Device(Protocol):
         Ledger entries and messages show the name.
         """
 
-    def free_later(self, buffer: Buffer, stream: Stream, events: Iterable[Event]) -> None:
-        """Free memory on a stream after some events. For use in destructors.
+    def free_later(self, buffer: Buffer, stream: Stream) -> None:
+        """Free memory on a stream after its `last_uses`. For use in destructors.
 
         This method takes no lock and raises nothing. The next call to the device frees the memory.
         """

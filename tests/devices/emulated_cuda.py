@@ -28,7 +28,7 @@ class Memory:
         self._stream = stream
 
     def __del__(self):
-        self.driver.host.free_later(self.buffer, self._stream, [])
+        self.driver.host.free_later(self.buffer, self._stream)
 
 
 class LazyArray:
@@ -75,6 +75,25 @@ class LazyArray:
         queue_on(self)
 
 
+class Event:
+    """An event of the driver. Its destructor destroys it, as in CuPy.
+
+    The garbage collector may call the destructor of an event in a cycle before any other.
+    """
+
+    def __init__(self, event, at):
+        self._event = event
+        self.at = at
+
+    @property
+    def event(self):
+        assert self._event is not None, "an event is used after it was destroyed"
+        return self._event
+
+    def __del__(self):
+        self._event = None
+
+
 class EmulatedCuda:
     """The emulated driver.
 
@@ -105,22 +124,21 @@ class EmulatedCuda:
         at = []
         if timed:
             stream.launch(lambda: at.append(next(self._ticks)))
-        event = stream.record()
-        event.at = at
-        return event
+        return Event(stream.record(), at)
 
     def is_done(self, event):
-        return event.is_done()
+        return event.event.is_done()
 
     def seconds_between(self, first, second):
-        assert first.is_done() and second.is_done(), "CUDA tells no time of what is not done"
+        done = self.is_done(first) and self.is_done(second)
+        assert done, "CUDA tells no time of what is not done"
         return float(second.at[0] - first.at[0])
 
     def wait_for(self, event):
-        event.synchronize()
+        event.event.synchronize()
 
     def make_wait(self, stream, event):
-        stream.wait(event)
+        stream.wait(event.event)
 
     def allocate(self, nbytes, stream):
         assert nbytes > 0, "CUDA has no memory of no bytes"

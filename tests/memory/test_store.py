@@ -162,7 +162,7 @@ def test_store_follows_the_eviction_protocol_of_dask():
     assert setup.store.fast
     assert setup.store.evict() == 40
     setup.settle()
-    assert setup.store.spilled_total == (40, 40 + 5 + 5)
+    assert setup.store.spilled_total == (40, 40)
     assert setup.store.evict() == 40
     setup.settle()
     assert not setup.store.fast

@@ -75,6 +75,7 @@ class _CudaAllocation:
         self.device = device
         self.memory = memory
         self.nbytes = nbytes
+        self.last_uses: list[Event] = []
         self.is_freed = False
 
 
@@ -279,14 +280,15 @@ class CudaDevice(BaseDevice):
         # The host frees the memory after the event, not in stream order. A pool knows the stream
         # that allocated the memory, but not the last stream that used it.
         allocation.is_freed = True
+        allocation.last_uses = []
         self._allocations.remove(allocation)
         self._freeing.append((allocation, self.driver.record(stream.handle)))
 
     def _tidy(self, is_brief: bool = False) -> None:
         """Free what is no longer in use, as `pop_done` finds it. The caller holds the lock."""
         while self._dead and not self._is_closed:
-            buffer, stream, events = self._dead.popleft()
-            for event in events:
+            buffer, stream = self._dead.popleft()
+            for event in self._own(buffer.last_uses, CudaEvent, "an event"):
                 self.driver.make_wait(stream.handle, event.handle)
             if not buffer.allocation.is_freed:
                 self._queue_free(buffer.allocation, stream)

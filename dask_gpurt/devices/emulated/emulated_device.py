@@ -70,6 +70,7 @@ class _EmulatedAllocation:
         self.device = device
         self.memory: Bytes | None = memory
         self.nbytes = memory.nbytes
+        self.last_uses: list[Event] = []
         self.uses = Uses()
 
 
@@ -248,8 +249,8 @@ class EmulatedDevice(BaseDevice):
 
     def _free_dead(self) -> None:
         while self._dead and not self._engines.is_closed:
-            buffer, stream, events = self._dead.popleft()
-            for event in events:
+            buffer, stream = self._dead.popleft()
+            for event in buffer.last_uses:
                 self._queue_wait(stream, event)
             try:
                 self._queue_free(buffer.allocation, stream)

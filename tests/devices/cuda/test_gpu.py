@@ -182,6 +182,20 @@ def test_a_dead_array_frees_its_memory_after_its_uses(device, stream):
     assert device.used_nbytes == buffer.nbytes
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_an_array_in_a_cycle_frees_its_memory(device, stream, is_read):
+    """The garbage collector may destroy the events of such an array before the array."""
+    array = DeviceArray.from_host(noise(CAPACITY), device, stream)
+    array.ready.synchronize()
+    if is_read:
+        array.to_host(device.stream("other"))[1].synchronize()
+    assert device.used_nbytes == CAPACITY, "and the device has forgotten the host memory"
+    array.itself = array
+    del array
+    gc.collect()
+    assert device.allocate(CAPACITY, stream).nbytes == CAPACITY
+
+
 # ------------------------------------------------------------------ host memory
 
 
@@ -253,8 +267,9 @@ def test_finished_work_does_not_pile_up_behind_a_stalled_stream(monkeypatch):
         return event
 
     monkeypatch.setattr(device.driver, "record", noted)
+    is_done = device.driver.is_done
     monkeypatch.setattr(
-        device.driver, "is_done", lambda event: event not in queued and event.is_done()
+        device.driver, "is_done", lambda event: event not in queued and is_done(event)
     )
     slow.launch(double, writes=[buffers[0]])
     for _ in range(1000):
