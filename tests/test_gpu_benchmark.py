@@ -72,7 +72,8 @@ def test_wrong_pipeline_result_is_reported():
 def test_tiers_hold_the_budget_and_every_value():
     device = EmulatedDevice(4 * 8192)
     pool = PinnedPool(1 << 20, 8192)
-    found = tiers.measure(device, pool, 16, 8192, 2)
+    back = np.empty(8192, np.uint8)
+    found = tiers.measure(device, pool, 16, back, 2)
     device.close()
     assert found["wrong"] == []
     assert found["cold_at_the_end"] >= 12
@@ -80,6 +81,9 @@ def test_tiers_hold_the_budget_and_every_value():
     assert found["read_nbytes"] == 2 * 16 * 8192
     row = tiers.compare(found, found, 1)
     assert row.ratio == 1.0
+    assert len(found["load_s"]) >= 24
+    row = tiers.load_row(found, 2.0)
+    assert row.ratio == row.value / 2.0
 
 
 # ------------------------------------------------------------------ the command

@@ -1,6 +1,6 @@
 """Section that takes the time of each step from a cuDF partition to its shards, and back.
 
-The yardstick is a copy within the device. The step `gather, pack, fill` is what a shard costs now.
+The yardstick is a copy within the device. `gather and pack` is what a shard costs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def run(report: Report) -> None:
     import numpy as np
     import pylibcudf as plc
 
-    from dask_gpurt.frames.device import device_contents
     from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
 
     device_rate = copy_gb_per_s()
@@ -53,30 +52,20 @@ def run(report: Report) -> None:
     bounds = [0, *(int(n) for n in np.cumsum(np.bincount(numbers.values.get())))]
     rows_of = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
     gathered = [tables.gather(table, rows) for rows in rows_of]
-    packed = [tables.pack(one) for one in gathered]
-    contents = [device_contents.encode(columns) for _, columns in packed]
-    room = [
-        CudfMemory.empty(data.nbytes + len(more))
-        for (data, _), more in zip(packed, contents, strict=True)
-    ]
-    stream = cupy.cuda.get_current_stream()
+    packed = [tables.pack(one, CudfMemory.empty) for one in gathered]
+    stream = cupy.cuda.Stream.null
 
     def each(call: Callable[[int], Any]) -> Callable[[], None]:
         def run_all() -> None:
             for number in range(N_SHARDS):
                 call(number)
+            tables.wait()
             stream.synchronize()
 
         return run_all
 
-    def fill(number: int) -> None:
-        tables.fill(room[number], packed[number][0], contents[number])
-
     def whole(number: int) -> None:
-        data, columns = tables.pack(tables.gather(table, rows_of[number]))
-        more = device_contents.encode(columns)
-        target = CudfMemory.empty(data.nbytes + len(more))
-        tables.fill(target, data, more)
+        tables.pack(tables.gather(table, rows_of[number]), CudfMemory.empty)
 
     def sort() -> None:
         cupy.argsort(numbers.values, kind="stable")
@@ -98,21 +87,9 @@ def run(report: Report) -> None:
         )
         stream.synchronize()
 
-    def split() -> None:
-        ordered = tables.gather(table, order)
-        for start, stop in itertools.pairwise(bounds):
-            tables.pack(tables.slice(ordered, start, stop))
-        stream.synchronize()
-
-    def chunked(number: int) -> None:
-        target = room[number].buffer
-        packer = plc.contiguous_split.ChunkedPack.create(gathered[number], target.size)
-        packer.next(target)
-        packer.build_metadata()
-
     def once() -> None:
         tables.gather(table, order)
-        stream.synchronize()
+        tables.wait()
 
     def back() -> None:
         views = [
@@ -127,13 +104,11 @@ def run(report: Report) -> None:
         "order of the rows, cuDF": sort_by_cudf,
         "gather": each(lambda number: tables.gather(table, rows_of[number])),
         "gather of all rows at once": once,
-        "pack": each(lambda number: tables.pack(gathered[number])),
-        "fill": each(fill),
-        "gather, pack, fill": each(whole),
-        "gather of all, pack of slices": split,
-        "chunked pack into place": each(chunked),
+        "pack": each(lambda number: tables.pack(gathered[number], CudfMemory.empty)),
+        "gather and pack": each(whole),
+        "pack of libcudf": each(lambda number: plc.contiguous_split.pack(gathered[number])),
         "partition by cuDF": partition,
-        "memory": each(lambda number: CudfMemory.empty(room[number].nbytes)),
+        "memory": each(lambda number: CudfMemory.empty(packed[number][0].nbytes)),
         "view, concatenate, put together": back,
     }.items():
         try:

@@ -7,6 +7,7 @@ they are read. Each pass checks all values.
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.report import Report, Row
-from benchmarks.gpu.timing import open_device
+from benchmarks.gpu.timing import medians_s, open_device
 from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 from dask_gpurt.devices.device import Device
@@ -41,13 +42,44 @@ def skip_reason() -> str:
 def run(report: Report) -> None:
     """Run the section on the first GPU."""
     device = open_device(BUDGET_NBYTES)
-    pool = PinnedPool(WORKING_NBYTES + VALUE_NBYTES, 16 << 20, device.driver.pin)
+    pool = PinnedPool(WORKING_NBYTES + VALUE_NBYTES, pin=device.driver.pin)
     n_few = BUDGET_NBYTES // VALUE_NBYTES // 2
-    fits = measure(device, pool, n_few, VALUE_NBYTES, PASSES)
+    back = device.driver.pin(VALUE_NBYTES)
+    fits = measure(device, pool, n_few, back, PASSES)
     n_many = WORKING_NBYTES // VALUE_NBYTES
-    exceeds = measure(device, pool, n_many, VALUE_NBYTES, PASSES)
+    exceeds = measure(device, pool, n_many, back, PASSES)
     report(compare(fits, exceeds, n_many * VALUE_NBYTES))
+    report(load_row(exceeds, copy_gb_per_s(device, back)))
     device.close()
+
+
+def copy_gb_per_s(device: Device, pinned: np.ndarray) -> float:
+    """Return the rate of plain copies from pinned memory to the device."""
+    stream = device.stream("plain copies")
+    target = device.allocate(pinned.nbytes, stream)
+
+    def copy() -> None:
+        stream.to_device(target, pinned)
+        stream.synchronize()
+
+    took_s = medians_s({"copy": copy}, 15)["copy"]
+    target.free(stream)
+    return pinned.nbytes / took_s / 1e9
+
+
+def load_row(exceeds: dict[str, Any], plain_gb_per_s: float) -> Row:
+    """Return a row that compares values loaded from the pinned tier with plain copies."""
+    value_nbytes = exceeds["read_nbytes"] // exceeds["reads"]
+    rate = value_nbytes / statistics.median(exceeds["load_s"]) / 1e9
+    return Row(
+        "values loaded from the pinned tier",
+        rate,
+        "GB/s",
+        rate / plain_gb_per_s,
+        "this / plain copies from pinned memory",
+        ">= 0.9",
+        details={"plain_gb_per_s": plain_gb_per_s, "loads": len(exceeds["load_s"])},
+    )
 
 
 def compare(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
@@ -65,9 +97,16 @@ def compare(fits: dict[str, Any], exceeds: dict[str, Any], nbytes: int) -> Row:
 
 
 def measure(
-    device: Device, pool: PinnedPool, n_values: int, value_nbytes: int, passes: int
+    device: Device, pool: PinnedPool, n_values: int, back: np.ndarray, passes: int
 ) -> dict[str, Any]:
-    """Make values, read all of them in several passes, and check each of them."""
+    """Make values, read all of them in several passes, and check each of them.
+
+    Parameters
+    ----------
+    back
+        Host memory of the size of a value.
+    """
+    value_nbytes = back.nbytes
     levels = [
         Level("memory"),
         Level("device", device.capacity_nbytes),
@@ -98,12 +137,16 @@ def measure(
             most_nbytes = max(most_nbytes, device.used_nbytes)
         made_s = time.perf_counter() - began
         n_allocations: list[int] = []
-        back = np.empty(value_nbytes, np.uint8)
+        load_s: list[float] = []
         read_s = 0.0
         for _ in range(passes):
             for number in range(n_values):
+                is_loaded = store.is_spilled(number)
                 began = time.perf_counter()
                 array = store[number]
+                array.ready.synchronize()
+                if is_loaded:
+                    load_s.append(time.perf_counter() - began)
                 _, copied = array.to_host(compute, back)
                 copied.synchronize()
                 read_s += time.perf_counter() - began
@@ -121,6 +164,8 @@ def measure(
         "values": n_values,
         "made_s": made_s,
         "read_s": read_s,
+        "reads": passes * n_values,
+        "load_s": load_s,
         "read_nbytes": passes * n_values * value_nbytes,
         "cold_at_the_end": n_cold,
         "most_used_nbytes": most_nbytes,

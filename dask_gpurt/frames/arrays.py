@@ -250,6 +250,8 @@ class OpenChunk:
         One part for each output chunk that overlaps this chunk.
     row_nbytes
         Bytes of a row.
+    is_on_device
+        Whether the chunk is in device memory.
     """
 
     def __init__(
@@ -271,6 +273,7 @@ class OpenChunk:
         ):
             layout = None
         self._layout = layout
+        self.is_on_device = layout is not None and bool(layout.library)
         parts = rechunking.of_input(index)
         self.parts: list[Part]
         if layout is None:

@@ -37,6 +37,10 @@ _CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 #: together, but never smaller than others.
 _TIMES = 4
 _TIMES_FOR_ALL = 8
+#: Messages of shards in device memory are at most this many times larger.
+_DEVICE_TIMES = 32
+#: All messages to peers together take at most this part of the device memory for shards.
+_DEVICE_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,25 @@ def local_message_nbytes(message_nbytes: int, n_peers: int) -> int:
         Number of workers of this host that get as much; at least one.
     """
     return message_nbytes * min(_TIMES, max(1, _TIMES_FOR_ALL // n_peers))
+
+
+def device_message_nbytes(message_nbytes: int, n_peers: int, budget_nbytes: int) -> int:
+    """Return the size at which a message of shards in device memory is closed.
+
+    A message costs its two ends about a millisecond, and devices copy hundreds of MB in that time.
+    Shards that wait for a peer take as much again.
+
+    Parameters
+    ----------
+    message_nbytes
+        Size at which messages from host memory are closed.
+    n_peers
+        Number of workers that get as much; at least one.
+    budget_nbytes
+        Device memory for shards.
+    """
+    share_nbytes = int(_DEVICE_SHARE * budget_nbytes) // n_peers
+    return max(message_nbytes, min(_DEVICE_TIMES * message_nbytes, share_nbytes))
 
 
 def _message(shards: Iterable[tuple[Outgoing, int, Encoded]]) -> Message:

@@ -49,6 +49,11 @@ class Outbox(Generic[T]):
         Returns the size at which a message to a peer is closed.
     concurrency
         Messages in flight to one peer. Two hide the wait for the acknowledgement.
+
+    Attributes
+    ----------
+    limit_nbytes
+        May be changed at any time.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Outbox(Generic[T]):
     ) -> None:
         self._send = send
         self._loop = loop
-        self._limit_nbytes = limit_nbytes
+        self.limit_nbytes = limit_nbytes
         self._message_nbytes = message_nbytes
         self._concurrency = concurrency
         self._peers: dict[str, _Peer[T]] = {}
@@ -88,7 +93,7 @@ class Outbox(Generic[T]):
         nbytes = sum(shard.nbytes for shard in shards)
         with self._changed:
             queue = self._peers.setdefault(peer, _Peer())
-            while queue.waiting_nbytes >= self._limit_nbytes and not self._stopped:
+            while queue.waiting_nbytes >= self.limit_nbytes and not self._stopped:
                 self._changed.wait()
             self._raise_if_failed()
             if self._closed:

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.frames.columns import _pack_index, _unpack_index
-from dask_gpurt.frames.device.device_contents import DeviceColumn, mask_nbytes
+from dask_gpurt.frames.device.device_contents import DeviceColumn, encode, mask_nbytes
 from dask_gpurt.frames.gather import group_rows
 
 _TYPES = {
@@ -154,7 +154,7 @@ class EmulatedTables:
             for arrays in zip(*tables, strict=True)
         ]
 
-    def pack(self, table):
+    def pack(self, table, empty):
         parts, n = [], 0
 
         def add(buffer, nbytes):
@@ -203,10 +203,12 @@ class EmulatedTables:
             return DeviceColumn(_NAMES[kind], rows, missing, at, nbytes, mask)
 
         columns = [described(array) for array in table]
-        memory = EmulatedMemory(n)
-        if parts:
-            memory.on_device()[:] = np.concatenate(parts)
-        return memory, columns
+        contents = encode(columns)
+        parts.append(np.frombuffer(contents, np.uint8))
+        target = empty(n + len(contents))
+        is_host = isinstance(target, np.ndarray)
+        (target if is_host else target.on_device())[:] = np.concatenate(parts)
+        return target, columns, len(contents)
 
     def view(self, memory, columns):
         data = memory.on_device()
@@ -238,15 +240,13 @@ class EmulatedTables:
 
         return [array(column) for column in columns]
 
-    def fill(self, target, packed, contents):
-        target.on_device()[:] = np.concatenate(
-            [packed.on_device(), np.frombuffer(contents, np.uint8)]
-        )
-
     def to_device(self, buffer):
         memory = EmulatedMemory(buffer.nbytes)
         memory.on_device()[:] = buffer
         return memory
+
+    def wait(self):
+        """All work is done at once."""
 
 
 class EmulatedArray(np.ndarray):

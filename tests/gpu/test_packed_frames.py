@@ -29,19 +29,20 @@ MIB = 1 << 20
 class PackedInCupy(EmulatedTables):
     """Tables in host memory that are packed into memory of a GPU."""
 
-    def pack(self, table):
-        memory, columns = super().pack(table)
-        return self.to_device(memory.on_device()), columns
+    def pack(self, table, empty):
+        host, columns, contents_nbytes = super().pack(table, EmulatedMemory)
+        target = empty(host.nbytes)
+        if isinstance(target, np.ndarray):
+            target[:] = host.on_device()
+        else:
+            with self.to_gpu().computing():
+                target.array[:] = cupy.asarray(host.on_device())
+        return target, columns, contents_nbytes
 
     def view(self, memory, columns):
         host = EmulatedMemory(memory.nbytes)
         memory.copy_to_host(host.on_device())
         return super().view(host, columns)
-
-    def fill(self, target, packed, contents):
-        with self.to_gpu().computing():
-            target.array[: packed.nbytes] = packed.array
-            target.array[packed.nbytes :] = cupy.asarray(np.frombuffer(contents, np.uint8))
 
     def to_device(self, buffer):
         return self.to_gpu().to_device(buffer)

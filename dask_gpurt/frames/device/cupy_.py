@@ -55,7 +55,7 @@ class CupyMemory:
             raise IndexError(f"{out.nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         if out.nbytes:
             # Not on the default stream, where the tasks' work is queued.
-            self.array[start : start + out.nbytes].get(out=out, stream=_own_stream(_device()))
+            self.array[start : start + out.nbytes].get(out=out, stream=own_stream())
 
 
 class CupyArrays:
@@ -79,32 +79,36 @@ class CupyArrays:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        stream = _own_stream(_device())
-        stream.wait_event(_recorded(cupy.cuda.get_current_stream()))
+        stream = own_stream()
+        stream.wait_event(recorded(cupy.cuda.get_current_stream()))
         with stream:
             yield
-            done = _recorded(stream)
+            done = recorded(stream)
         done.synchronize()
 
     def arriving(self, nbytes: int) -> DeviceMemory | None:
         memory = self.room(nbytes)
         if memory is not None:
-            _recorded(cupy.cuda.get_current_stream()).synchronize()
+            recorded(cupy.cuda.get_current_stream()).synchronize()
         return memory
 
 
-def _device() -> int:
-    return int(cupy.cuda.get_device_id())
+def own_stream() -> cupy.cuda.Stream:
+    """Return our stream of the current device.
+
+    It does not wait for the default stream, nor that for it.
+    """
+    return _own_stream(cupy.cuda.get_device_id())
 
 
 @cache
 def _own_stream(device: int) -> cupy.cuda.Stream:
-    """Return the stream of our copies. It does not wait for the default stream, nor that for it."""
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)
 
 
-def _recorded(stream: cupy.cuda.Stream) -> cupy.cuda.Event:
+def recorded(stream: cupy.cuda.Stream) -> cupy.cuda.Event:
+    """Return an event at the end of the work queued so far."""
     # An event that blocks frees the processor while the host waits.
     event = cupy.cuda.Event(block=True, disable_timing=True)
     stream.record(event)

@@ -1,6 +1,6 @@
 """The adapter for DataFrames in device memory: partition, pack, unpack and concatenate.
 
-The device sorts rows by slot, gathers them shard by shard, and packs each shard into one buffer.
+The device sorts rows by slot, gathers them shard by shard, and copies each shard into one buffer.
 This buffer is sent, kept, or written to disk. Shards stay on the device up to the limit for shards
 (`room`), and lie in host memory beyond. They return to the device when an output needs them.
 
@@ -10,15 +10,16 @@ host memory for tests. `frames.device.device_contents` defines the contents of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import msgpack
 import numpy as np
 
 from dask_gpurt.frames.adapter import (
+    DEVICE_SHARD_NBYTES,
     DeviceAllocator,
     DeviceMemory,
     Empty,
@@ -46,15 +47,13 @@ KINDS: dict[str, tuple[type, ...]] = {
 #: A kind with its extra data.
 Kind = tuple[Any, ...]
 
-#: Packing a shard of any size costs a device some tens of microseconds, so shards are large.
-_SHARD_NBYTES = 16 << 20
-
 
 class Tables(Protocol):
     """The operations on the tables of a library in device memory.
 
     A *table* is an object of the library with columns of one length. Arrays of row numbers are
-    objects of the library too, and support slices. Results can be used at once, by any thread.
+    objects of the library too, and support slices. Memory and frames can be used at once, by any
+    thread; tables by other methods here alone.
     """
 
     def is_frame(self, frame: Any) -> bool:
@@ -90,17 +89,28 @@ class Tables(Protocol):
     def concatenate(self, tables: list[Any]) -> Any:
         """Concatenate one or more tables into new memory."""
 
-    def pack(self, table: Any) -> tuple[DeviceMemory, list[DeviceColumn]]:
-        """Copy the buffers of a table one after the other into new memory; return their places."""
+    def pack(self, table: Any, empty: Callable[[int], Any]) -> tuple[Any, list[DeviceColumn], int]:
+        """Copy the buffers of a table from `gather` one after the other, and then their contents.
+
+        Parameters
+        ----------
+        empty
+            Returns the target of the given length: device memory, or an array in host memory.
+
+        Returns
+        -------
+        target, columns, contents_nbytes
+            `device_contents.encode` describes the contents.
+        """
 
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> Any:
         """Return a table over packed memory, at checked places. The memory must stay alive."""
 
-    def fill(self, target: Any, packed: Any, contents: bytes) -> None:
-        """Copy packed buffers, followed by the contents, into memory of that length."""
-
     def to_device(self, buffer: Any) -> DeviceMemory:
         """Copy host memory to the device."""
+
+    def wait(self) -> None:
+        """Wait until no earlier work uses memory that was allocated for shards."""
 
 
 @dataclass(frozen=True)
@@ -205,26 +215,18 @@ class DevicePartition:
         shards: list[DeviceBody | Packed] = []
         for selection in selections:
             rows = self._tables.gather(self._table, selection.rows)
-            data, columns = self._tables.pack(rows)
-            del rows
-            packed = self._placed(data, device_contents.encode(columns), selection)
+            empty = partial(self._empty, selection.empty)
+            buffer, columns, contents_nbytes = self._tables.pack(rows, empty)
+            packed = Packed(buffer, len(selection.rows), 0, contents_nbytes)
             if selection.leaves:
                 shards.append(packed)
             else:
                 shards.append(DeviceBody(self.layout, packed, tuple(columns)))
         return shards
 
-    def _placed(self, data: DeviceMemory, contents: bytes, selection: Selection) -> Packed:
-        """Return packed buffers with their contents, on the device if it has room."""
-        nbytes = data.nbytes + len(contents)
-        buffer: Any = self._adapter.room(nbytes)
-        if buffer is not None:
-            self._tables.fill(buffer, data, contents)
-        else:
-            buffer = selection.empty(nbytes)
-            data.copy_to_host(buffer[: data.nbytes])
-            buffer[data.nbytes :] = np.frombuffer(contents, dtype=np.uint8)
-        return Packed(buffer, len(selection.rows), 0, len(contents))
+    def _empty(self, on_host: Empty, nbytes: int) -> Any:
+        memory = self._adapter.room(nbytes)
+        return on_host(nbytes) if memory is None else memory
 
 
 class DeviceFrames:
@@ -240,13 +242,13 @@ class DeviceFrames:
         Allocates device memory for shards, up to the limit.
     """
 
-    shard_nbytes: int | None = _SHARD_NBYTES
+    shard_nbytes: int | None = DEVICE_SHARD_NBYTES
 
     def __init__(
         self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: DeviceAllocator
     ) -> None:
         self.tables = tables
-        self.allocate_device: DeviceAllocator | None = room
+        self.allocate_device: DeviceAllocator | None = self._arriving
         self.room = room
         self.result_meta = meta.drop(columns=column) if drop_column else meta
         self._meta = meta
@@ -273,6 +275,13 @@ class DeviceFrames:
         if self.result_meta is not meta:
             frame = frame.drop(columns=self._column)
         return DevicePartition(frame, numbers, self)
+
+    def _arriving(self, nbytes: int) -> DeviceMemory | None:
+        """Allocate memory for a transport, which knows no streams."""
+        memory = self.room(nbytes)
+        if memory is not None:
+            self.tables.wait()
+        return memory
 
     def interned(self, layout: DeviceLayout) -> DeviceLayout:
         """Return one object for equal layouts, so that comparisons are fast."""

@@ -19,6 +19,11 @@ def shard_budget(settings: ShuffleSettings) -> DeviceBudget:
     return budget
 
 
+def shards_limit_nbytes() -> int:
+    """Return the device memory for shards; 0, without a device, if no shuffle has used one."""
+    return _budget().limit_nbytes if _budget.cache_info().currsize else 0
+
+
 def shards_on_device_nbytes() -> int:
     """Return the device memory that shards take; 0, without a device, if no shard was on one."""
     return _budget().used_nbytes if _budget.cache_info().currsize else 0

@@ -18,7 +18,7 @@ from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.adapter import Piece
+from dask_gpurt.frames.adapter import DEVICE_SHARD_NBYTES, Piece
 from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Index, Rechunking
@@ -26,7 +26,7 @@ from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.shuffle.figures import ARRAY
-from dask_gpurt.shuffle.plan import ExchangePlan
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class ArrayRun(ExchangeRun):
             parts[plan.slot_of[part.output]] = part
         before = list(accumulate((part.n_rows if part else 0 for part in parts), initial=0))
         source = self._rechunking.number(partition_id)
-        cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes)
+        shard_nbytes = DEVICE_SHARD_NBYTES if opened.is_on_device else SHARD_TARGET_NBYTES
+        cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
         for worker, header, empty in cuts:
             first = header.first_slot
             mine = parts[first : first + len(header.rows_per_slot)]

@@ -31,6 +31,7 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.adapter import BodyAdapter, Empty, Packed, Piece
+from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
     Reschedule,
@@ -124,7 +125,8 @@ class ExchangeRun:
             limit_nbytes=settings.in_flight_nbytes,
             message_nbytes=self._message_nbytes,
         )
-        self._data_is_on_device = adapter.allocate_device is not None
+        #: Size of messages from device memory; 0 until there is a shard for one.
+        self._device_message_nbytes = 0
         self._messenger = Messenger(self, worker, settings, adapter)
         self._received_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
@@ -168,6 +170,8 @@ class ExchangeRun:
             for worker, header, made in self._shards_of(data, partition_id):
                 if isinstance(made, Packed):
                     outgoing.setdefault(worker, []).append(Outgoing(header, made))
+                    if made.is_on_device and not self._device_message_nbytes:
+                        self._expect_device_messages()
                 else:
                     local.append(shard_of(header, body=made))
         local_nbytes = sum(shard.nbytes for shard in local)
@@ -246,10 +250,19 @@ class ExchangeRun:
 
     def _message_nbytes(self, address: str) -> int:
         settings = self._settings
+        if self._device_message_nbytes and self._messenger.sends_from_device(address):
+            return self._device_message_nbytes
         peers = self._state.links.on_host(settings.transport)
-        if self._data_is_on_device or address not in peers:
+        if address not in peers:
             return settings.message_nbytes
         return messages.local_message_nbytes(settings.message_nbytes, len(peers))
+
+    def _expect_device_messages(self) -> None:
+        n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
+        self._device_message_nbytes = messages.device_message_nbytes(
+            self._settings.message_nbytes, n_peers, shards_limit_nbytes()
+        )
+        self._outbox.limit_nbytes = max(self._outbox.limit_nbytes, self._device_message_nbytes)
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

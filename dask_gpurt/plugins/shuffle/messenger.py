@@ -124,14 +124,30 @@ class Messenger:
                 raise error.with_traceback(traceback)
             return answer
 
-        transport = self._settings.transport
-        if transport == "auto" and on_device:
-            transport = DEVICE
+        transport = self._device_transport if on_device else self._settings.transport
         deliver = partial(self._state.links.deliver, address, transport, compose, call)
         message: Message = await retry(
             deliver, operation=f"message to {address} of {self._run}", **self._retry
         )
         return message
+
+    @property
+    def _device_transport(self) -> str:
+        transport = self._settings.transport
+        return DEVICE if transport == "auto" else transport
+
+    def sends_from_device(self, address: str) -> bool:
+        """Return whether a peer is known to get shards from device memory."""
+        path = self._state.links.known_path(address, self._device_transport)
+        return path is not None and self._takes_device_memory(path)
+
+    def _takes_device_memory(self, path: Transport) -> bool:
+        compression = self._settings.compression
+        # On a TCP link, whose bandwidth is known, UCX copies device memory to the host anyway. A
+        # copy made here can also be encoded where a codec pays.
+        return path.takes_device_memory and (
+            compression == "none" or (compression == "auto" and path.bandwidth is None)
+        )
 
     async def receive(self, header: bytes, payload: Any) -> list[Shard]:
         """Return the shards of a received message, in memory of this worker.
@@ -191,12 +207,7 @@ class Messenger:
 
     def _staged(self, path: Transport, shards: Sequence[Outgoing]) -> list[Outgoing]:
         """Copy shards in device memory to the host, unless this path sends them from the device."""
-        compression = self._settings.compression
-        # On a TCP link, whose bandwidth is known, UCX copies device memory to the host anyway. A
-        # copy made here can also be encoded where a codec pays.
-        is_taken = path.takes_device_memory and (
-            compression == "none" or (compression == "auto" and path.bandwidth is None)
-        )
+        is_taken = self._takes_device_memory(path)
         return [
             shard
             if is_taken and shard.nbytes >= LEAST_DEVICE_NBYTES

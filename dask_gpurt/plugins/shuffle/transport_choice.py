@@ -165,6 +165,11 @@ class Links:
             if used == transport and (path := result_if_any(task)) is not None and path.is_local
         }
 
+    def known_path(self, address: str, transport: str) -> Transport | None:
+        """Return the path to a peer, unless none is known yet."""
+        task = self._paths.get((address, transport))
+        return result_if_any(task) if task is not None else None
+
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
 
