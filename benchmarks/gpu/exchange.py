@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +20,10 @@ from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
-N_PARTS, ROWS = 16, 4_000_000
+N_PARTS, ROWS = 16, 12_000_000
 #: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
-N_ELEMENTS, N_CHUNKS = 16_384, 16
-POOL_NBYTES = 8 << 30
+N_ELEMENTS, N_CHUNKS = 32_768, 16
+POOL_NBYTES = 14 << 30
 REPEATS = 3
 _ROW_NBYTES = 24
 
@@ -75,16 +75,31 @@ def block(number: int, rows: int, columns: int) -> Any:
 
 def run(report: Report) -> None:
     """Exchange on a stock cluster and on an enabled one, in turns."""
+    device_rate = copy_gb_per_s()
+    report(Row("copy within the device", device_rate, "GB/s"))
+    measure("rechunk of device arrays", arrays, N_ELEMENTS**2 * 8, device_rate, report)
+    measure("shuffle of device frames", frames, N_PARTS * ROWS * _ROW_NBYTES, device_rate, report)
+
+
+def measure(
+    name: str, prepare: Callable[[Any], Any], nbytes: int, device_rate: float, report: Report
+) -> None:
+    """Report the times of one exchange on both clusters.
+
+    Parameters
+    ----------
+    prepare
+        Returns the exchange of a client, and a number that both sides must find.
+    """
     import dask
     from distributed import Client, LocalCluster
 
     import dask_gpurt
 
     over = protocol()
-    device_rate = copy_gb_per_s()
-    report(Row("copy within the device", device_rate, "GB/s"))
     with contextlib.ExitStack() as stack:
-        clients: dict[str, Any] = {}
+        sides: dict[str, Exchange] = {}
+        answers: dict[str, Any] = {}
         for side in ("stock", "enabled"):
             with dask.config.set({"gpurt.enabled": False}):
                 cluster = stack.enter_context(
@@ -92,54 +107,46 @@ def run(report: Report) -> None:
                         n_workers=2, threads_per_worker=1, protocol=over, dashboard_address=":0"
                     )
                 )
-                clients[side] = stack.enter_context(Client(cluster, set_as_default=False))
-            clients[side].run(use_pool, POOL_NBYTES)
+                client = stack.enter_context(Client(cluster, set_as_default=False))
             if side == "enabled":
-                dask_gpurt.enable(clients[side])
-        work = {
-            "rechunk of device arrays": (arrays, N_ELEMENTS**2 * 8),
-            "shuffle of device frames": (frames, N_PARTS * ROWS * _ROW_NBYTES),
-        }
-        for name, (prepare, nbytes) in work.items():
-            sides: dict[str, Exchange] = {}
-            answers: dict[str, Any] = {}
-            for side, client in clients.items():
-                try:
-                    sides[side], answers[side] = prepare(client)
-                except Exception as error:
-                    # Not every version of stock Dask can exchange such data.
-                    report(Row(f"{name}, {side}", skipped=repr(error)))
-            if not sides:
-                continue
-            took_s = medians_s(
-                {side: exchange.run for side, exchange in sides.items()},
-                REPEATS,
-                partial(_until_forgotten, list(sides.values())),
+                dask_gpurt.enable(client)
+            try:
+                sides[side], answers[side] = prepare(client)
+            except Exception as error:
+                # Not every version of stock Dask can exchange such data.
+                report(Row(f"{name}, {side}", skipped=repr(error)))
+        if not sides:
+            return
+        took_s = medians_s(
+            {side: exchange.run for side, exchange in sides.items()},
+            REPEATS,
+            partial(_until_forgotten, list(sides.values())),
+        )
+        rate = nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9
+        is_compared = len(sides) == 2
+        report(
+            Row(
+                f"{name} over {over}",
+                rate,
+                "GB/s",
+                took_s["enabled"] / took_s["stock"] if is_compared else None,
+                "seconds enabled / seconds stock" if is_compared else "",
+                details={
+                    "nbytes": nbytes,
+                    "took_s": took_s,
+                    "answers": answers,
+                    "of_copy_within_the_device": rate / device_rate,
+                    "runs": dask_gpurt.status(client)["runs"],
+                },
             )
-            rate = nbytes / took_s.get("enabled", took_s.get("stock", 0.0)) / 1e9
-            is_compared = len(sides) == 2
-            report(
-                Row(
-                    f"{name} over {over}",
-                    rate,
-                    "GB/s",
-                    took_s["enabled"] / took_s["stock"] if is_compared else None,
-                    "seconds enabled / seconds stock" if is_compared else "",
-                    details={
-                        "nbytes": nbytes,
-                        "took_s": took_s,
-                        "answers": answers,
-                        "of_copy_within_the_device": rate / device_rate,
-                        "runs": dask_gpurt.status(clients["enabled"])["runs"],
-                    },
-                )
-            )
+        )
 
 
 def frames(client: Any) -> tuple[Exchange, int]:
     """Return the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
 
+    client.run(use_pool, POOL_NBYTES)
     with client.as_current():
         frame = _persisted(client, from_map(part, range(N_PARTS), rows=ROWS))
         shuffled = frame.shuffle("key")

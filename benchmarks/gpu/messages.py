@@ -1,7 +1,7 @@
 """Section that sends device memory between two processes on one GPU, over our UCX links.
 
-The yardstick is a copy within the device by one process. Both count each byte once. Buffers are
-reused, as those of the runtime's pools, or new for each message, as those of task outputs.
+The yardstick is a copy within the device by one process. Both count each byte once. Each message
+has new buffers, as shards do. Some messages are in flight at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
-SIZES = (1 << 20, 16 << 20, 64 << 20, 256 << 20)
-ROUND_NBYTES = 4 << 30
+#: Bytes of a buffer, buffers of a message, and messages in flight.
+SHAPES = (
+    (1 << 20, 1, 2),
+    (16 << 20, 1, 2),
+    (64 << 20, 1, 2),
+    (64 << 20, 4, 2),
+    (64 << 20, 4, 4),
+    (256 << 20, 1, 2),
+    (256 << 20, 1, 8),
+)
+ROUND_NBYTES = 8 << 30
 MOST_MESSAGES = 512
-IN_FLIGHT = 4
 REPEATS = 5
 DEADLINE_S = 60.0
 
@@ -49,7 +57,7 @@ def copy_gb_per_s(nbytes: int = 1 << 30) -> float:
 
 
 def run(report: Report) -> None:
-    """Measure each size, with reused buffers and with new ones."""
+    """Measure each shape of messages."""
     device_rate = copy_gb_per_s()
     report(Row("copy within the device", device_rate, "GB/s"))
     context = multiprocessing.get_context("spawn")
@@ -64,52 +72,49 @@ def run(report: Report) -> None:
         process.kill()
 
 
-def n_messages(nbytes: int) -> int:
-    """Return the number of messages of a round."""
-    return min(MOST_MESSAGES, ROUND_NBYTES // nbytes)
-
-
 class End:
-    """Buffers of one end, and the messages of a round."""
+    """One end of the messages, with their buffers."""
 
     def __init__(self, engine: Any, peer: str, is_sender: bool) -> None:
         self._move = engine.send if is_sender else engine.receive
         self._is_sender = is_sender
         self._peer = peer
         self._number = 0
-        self._kept: dict[tuple[int, int], Any] = {}
+        #: The buffers of the last message.
+        self._last: list[Any] = []
 
-    def buffer(self, nbytes: int, slot: int, is_new: bool) -> Any:
-        """Return device memory for a message."""
+    async def round(self, nbytes: int, n_buffers: int, in_flight: int) -> int:
+        """Send or receive the messages of a round; return their number."""
         import cupy
 
         from dask_gpurt.frames.device.cupy_ import CupyMemory
 
-        if is_new:
-            return CupyMemory(cupy.empty(nbytes, cupy.uint8))
-        key = nbytes, slot
-        if key not in self._kept:
-            content = slot + 1 if self._is_sender else 0
-            self._kept[key] = CupyMemory(cupy.full(nbytes, content, cupy.uint8))
-            cupy.cuda.Stream.null.synchronize()
-        return self._kept[key]
-
-    async def round(self, nbytes: int, is_new: bool) -> None:
-        """Send or receive the messages of a round, some at a time."""
-        first, total = self._number, n_messages(nbytes)
+        first, total = self._number, min(MOST_MESSAGES, ROUND_NBYTES // (nbytes * n_buffers))
         self._number += total
 
         async def lane(slot: int) -> None:
-            for number in range(first + slot, first + total, IN_FLIGHT):
-                buffer = self.buffer(nbytes, slot, is_new)
-                await self._move(self._peer, number, [buffer], DEADLINE_S)
+            for number in range(first + slot, first + total, in_flight):
+                buffers = [CupyMemory(cupy.empty(nbytes, cupy.uint8)) for _ in range(n_buffers)]
+                await self._move(self._peer, number, buffers, DEADLINE_S)
+                self._last = buffers
 
-        await asyncio.gather(*(lane(slot) for slot in range(IN_FLIGHT)))
+        await asyncio.gather(*(lane(slot) for slot in range(in_flight)))
+        return total
 
-    def has_arrived(self, nbytes: int) -> bool:
-        """Return whether the reused buffers hold the sender's bytes."""
-        slots = range(min(IN_FLIGHT, n_messages(nbytes)))
-        return all(bool((self._kept[nbytes, slot].array == slot + 1).all()) for slot in slots)
+    async def check(self, nbytes: int, n_buffers: int) -> bool:
+        """Move one message of known bytes; return whether it arrived."""
+        import cupy
+
+        from dask_gpurt.frames.device.cupy_ import CupyMemory
+
+        number, self._number = self._number, self._number + 1
+        known = [
+            cupy.arange(nbytes, dtype=cupy.uint32).astype(cupy.uint8) for _ in range(n_buffers)
+        ]
+        buffers = [one if self._is_sender else cupy.zeros_like(one) for one in known]
+        cupy.cuda.Stream.null.synchronize()
+        await self._move(self._peer, number, list(map(CupyMemory, buffers)), DEADLINE_S)
+        return all(bool((one == want).all()) for one, want in zip(buffers, known, strict=True))
 
 
 def _receive(pipe: Any) -> None:
@@ -128,11 +133,11 @@ async def _serve(pipe: Any) -> None:
     end = End(engine, peer, is_sender=False)
     try:
         while True:
-            nbytes, is_new = await asyncio.to_thread(pipe.recv)
+            nbytes, n_buffers, in_flight = await asyncio.to_thread(pipe.recv)
             pipe.send("ready")
-            await end.round(nbytes, is_new)
+            await end.round(nbytes, n_buffers, in_flight)
             pipe.send("done")
-            pipe.send(is_new or end.has_arrived(nbytes))
+            pipe.send(await end.check(nbytes, n_buffers))
     except EOFError:
         await engine.close(DEADLINE_S)
 
@@ -144,29 +149,29 @@ async def _send(pipe: Any, device_rate: float, report: Report) -> None:
     pipe.send(engine.token)
     peer = await engine.connect(await asyncio.to_thread(pipe.recv), DEADLINE_S)
     end = End(engine, peer, is_sender=True)
-    for nbytes in SIZES:
-        for is_new in (False, True):
-            took_s, are_right = [], True
-            for number in range(REPEATS + 1):
-                pipe.send((nbytes, is_new))
-                await asyncio.to_thread(pipe.recv)
-                began = time.perf_counter()
-                await end.round(nbytes, is_new)
-                await asyncio.to_thread(pipe.recv)
-                if number:  # the first round is a rehearsal
-                    took_s.append(time.perf_counter() - began)
-                are_right &= await asyncio.to_thread(pipe.recv)
-            median_s = sorted(took_s)[len(took_s) // 2]
-            rate = n_messages(nbytes) * nbytes / median_s / 1e9
-            report(
-                Row(
-                    f"messages of {nbytes >> 20} MiB, {'new' if is_new else 'reused'} buffers",
-                    rate,
-                    "GB/s",
-                    rate / device_rate,
-                    "this / copy within the device",
-                    ">= 0.8",
-                    details={"are_right": are_right, "took_s": took_s},
-                )
+    for nbytes, n_buffers, in_flight in SHAPES:
+        took_s, are_right = [], True
+        for number in range(REPEATS + 1):
+            pipe.send((nbytes, n_buffers, in_flight))
+            await asyncio.to_thread(pipe.recv)
+            began = time.perf_counter()
+            total = await end.round(nbytes, n_buffers, in_flight)
+            await asyncio.to_thread(pipe.recv)
+            if number:  # the first round is a rehearsal
+                took_s.append(time.perf_counter() - began)
+            await end.check(nbytes, n_buffers)
+            are_right &= await asyncio.to_thread(pipe.recv)
+        median_s = sorted(took_s)[len(took_s) // 2]
+        rate = total * n_buffers * nbytes / median_s / 1e9
+        report(
+            Row(
+                f"messages of {n_buffers} x {nbytes >> 20} MiB, {in_flight} in flight",
+                rate,
+                "GB/s",
+                rate / device_rate,
+                "this / copy within the device",
+                ">= 0.8",
+                details={"are_right": are_right, "took_s": took_s, "messages": total},
             )
+        )
     await engine.close(DEADLINE_S)

@@ -248,10 +248,8 @@ class OpenChunk:
     ----------
     parts
         One part for each output chunk that overlaps this chunk.
-    row_nbytes
-        Bytes of a row.
-    is_on_device
-        Whether the chunk is in device memory.
+    row_nbytes, is_on_device
+        Bytes of a row, and whether the chunk is in device memory.
     """
 
     def __init__(
@@ -275,7 +273,6 @@ class OpenChunk:
         self._layout = layout
         self.is_on_device = layout is not None and bool(layout.library)
         parts = rechunking.of_input(index)
-        self.parts: list[Part]
         if layout is None:
             pickling.try_some(chunk, self._name)
             self.layout_key = _PICKLED

@@ -206,8 +206,9 @@ class EmulatedTables:
         contents = encode(columns)
         parts.append(np.frombuffer(contents, np.uint8))
         target = empty(n + len(contents))
-        is_host = isinstance(target, np.ndarray)
-        (target if is_host else target.on_device())[:] = np.concatenate(parts)
+        is_on_host = isinstance(target, np.ndarray)
+        EmulatedMemory.copied_nbytes += is_on_host * target.nbytes
+        (target if is_on_host else target.on_device())[:] = np.concatenate(parts)
         return target, columns, len(contents)
 
     def view(self, memory, columns):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
+import types
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,7 @@ needs_cudf = pytest.mark.skipif((NO_CUDF or NO_GPU) is not None, reason=str(NO_C
 if NO_CUDF is None:
     import cudf
     import pylibcudf
+    import rmm
 
     from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
 if missing("cupy") is None:
@@ -268,6 +271,55 @@ class TestCudf:
         adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, no_room)
         with pytest.raises(TypeError, match="data of type struct cannot be shuffled"):
             adapter.open(frame)
+
+    @pytest.mark.parametrize("has_room", [True, False])
+    def test_shards_take_one_copy_and_no_wait_for_later_work(self, gate, monkeypatch, has_room):
+        from dask_gpurt.frames.device import cudf_
+        from dask_gpurt.shuffle.plan import ExchangePlan
+
+        frame = cudf.DataFrame({"slot": np.arange(8000) % 2, "v": range(8000), "t": ["ab"] * 8000})
+        room = CudfMemory.empty if has_room else no_room
+        adapter = DeviceFrames(CudfTables(), frame.iloc[:0], "slot", True, room)
+        plan = ExchangePlan({0: "a", 1: "b"})
+
+        def shards(opened):
+            rows, before = opened.group(plan)
+            return opened.gather(
+                [Selection(rows[a:b], True) for a, b in itertools.pairwise(before)]
+            )
+
+        before = rmm.mr.get_current_device_resource()
+        # Without a pool, an allocation waits for the whole device.
+        rmm.mr.set_current_device_resource(
+            rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), 64 << 20)
+        )
+        try:
+            shards(adapter.open(frame))  # compiles
+            copied = []
+            for name in ("copy_device_to_ptr", "copy_ptr_to_host"):
+                call = getattr(cudf_, name)
+
+                def counted(source, target, *more, call=call):
+                    copied.append(target.nbytes if isinstance(target, np.ndarray) else more[0])
+                    call(source, target, *more)
+
+                monkeypatch.setattr(cudf_, name, counted)
+            opened = adapter.open(frame)
+            gate.close(types.SimpleNamespace(handle=cupy.cuda.Stream.null))
+            made = shards(opened)
+            is_waiting = not cupy.cuda.Stream.null.done
+            gate.open()
+            assert is_waiting
+            # An index of 8 bytes a row, 8 of numbers, 2 of text and 4 of its offsets.
+            assert sum(copied) == 8000 * (8 + 8 + 2 + 4) + 2 * 4
+            bodies = [adapter.unpack(opened.layout_key, one) for one in made]
+            got = adapter.concatenate([Piece(body, 0, 4000) for body in bodies])
+            assert got["v"].to_arrow().to_pylist() == [*range(0, 8000, 2), *range(1, 8000, 2)]
+            cupy.cuda.Stream.null.synchronize()
+            del made, bodies, got, opened
+        finally:
+            gate.open()
+            rmm.mr.set_current_device_resource(before)
 
     def test_contents_beyond_the_memory_are_refused(self):
         frame = cudf.DataFrame({"slot": 0, "v": range(100), "t": ["ab"] * 100})

@@ -16,7 +16,7 @@ MIB = 1 << 20
 def test_working_set_of_four_times_the_budget_is_right():
     device = CudaDevice(CupyDriver(), 16 * MIB)
     pool = PinnedPool(128 * MIB, MIB, device.driver.pin)
-    found = measure(device, pool, n_values=64, value_nbytes=MIB, passes=3)
+    found = measure(device, pool, 64, device.driver.pin(MIB), passes=3)
     device.close()
     assert found["wrong"] == []
     assert found["most_used_nbytes"] <= 16 * MIB

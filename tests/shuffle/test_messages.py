@@ -144,3 +144,13 @@ def test_oversized_shards_are_refused_before_allocation():
 )
 def test_messages_inside_a_host_are_larger_with_fewer_peers(n_peers, times):
     assert messages.local_message_nbytes(1000, n_peers) == 1000 * times
+
+
+@pytest.mark.parametrize(
+    ("n_peers", "budget_nbytes", "times"),
+    [(1, 1 << 30, 32), (8, 1 << 30, 16), (1000, 1 << 30, 1), (1, 0, 1)],
+)
+def test_messages_from_a_device_are_larger_while_it_has_room(n_peers, budget_nbytes, times):
+    message_nbytes = 1 << 20
+    found = messages.device_message_nbytes(message_nbytes, n_peers, budget_nbytes)
+    assert found == times * message_nbytes

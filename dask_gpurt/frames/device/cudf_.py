@@ -13,8 +13,7 @@ once. So our stream waits for each output that reads shards, before they are fre
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,7 +27,7 @@ import pylibcudf as plc
 from pylibcudf.utils import CUDF_DEFAULT_STREAM  # type: ignore[attr-defined, unused-ignore]
 from rmm import DeviceBuffer
 from rmm.pylibrmm.device_buffer import copy_device_to_ptr, copy_host_to_ptr, copy_ptr_to_host
-from rmm.pylibrmm.stream import Stream
+from rmm.pylibrmm.stream import PER_THREAD_DEFAULT_STREAM, Stream
 
 from dask_gpurt.frames.adapter import DeviceMemory, Slots
 from dask_gpurt.frames.device.cupy_ import own_stream, recorded
@@ -38,11 +37,12 @@ from dask_gpurt.frames.gather import slots_by_table
 
 #: Buffers of a shard start at multiples of this, as libcudf's own do.
 _ALIGNMENT = 64
-
-
-def _theirs() -> cupy.cuda.ExternalStream:
-    """Return the stream that cuDF works on."""
-    return cupy.cuda.ExternalStream(CUDF_DEFAULT_STREAM.__cuda_stream__()[1])
+#: The stream that cuDF works on.
+_THEIRS = (
+    cupy.cuda.Stream.ptds
+    if CUDF_DEFAULT_STREAM is PER_THREAD_DEFAULT_STREAM
+    else cupy.cuda.Stream.null
+)
 
 
 @cache
@@ -55,13 +55,9 @@ def _ours() -> Stream:
     return _wrapped(own_stream())
 
 
-@contextlib.contextmanager
-def _on_our_stream() -> Iterator[Stream]:
-    """Work on our stream, after the work that is queued on cuDF's."""
-    stream = own_stream()
-    stream.wait_event(recorded(_theirs()))
-    with stream:
-        yield _wrapped(stream)
+def _wait_for_theirs() -> None:
+    """Let our stream wait for the work that is queued on cuDF's now. The host does not wait."""
+    own_stream().wait_event(recorded(_THEIRS))
 
 
 class CudfMemory:
@@ -118,6 +114,7 @@ class CudfTables:
         for column, dtype in zip(columns, dtypes, strict=True):
             if not _is_describable(column):
                 raise TypeError(f"data of type {dtype} cannot be shuffled on a device")
+        _wait_for_theirs()
         return plc.Table(columns), kinds
 
     def put_together(self, table: plc.Table, kinds: Sequence[Kind], meta: cudf.DataFrame) -> Any:
@@ -153,7 +150,7 @@ class CudfTables:
             # Missing values and fractions are rare. The host converts them as pandas does.
             exact = numbers.astype("float64").to_pandas().to_numpy(np.float64, na_value=np.nan)
             values = slots.slots(exact).astype(np.int32)
-        with _on_our_stream() as stream:
+        with own_stream():
             if isinstance(values, np.ndarray):
                 found = cupy.asarray(values)
             else:
@@ -162,7 +159,7 @@ class CudfTables:
                 plc.Table([plc.Column.from_cuda_array_interface(found)]),
                 [plc.types.Order.ASCENDING],
                 [plc.types.NullOrder.AFTER],
-                stream=stream,
+                stream=_ours(),
             )
             rows = cupy.asarray(order.data()).view(np.int32)
             # Slot -1, for rows that no worker wants, comes first. A count would wait three times.
@@ -174,12 +171,12 @@ class CudfTables:
         return sum(column.device_buffer_size() for column in table.columns())
 
     def gather(self, table: plc.Table, rows: Any) -> plc.Table:
-        with _on_our_stream() as stream:
+        with own_stream():
             return plc.copying.gather(
                 table,
                 plc.Column.from_cuda_array_interface(cupy.asarray(rows, dtype=np.int32)),
                 plc.copying.OutOfBoundsPolicy.DONT_CHECK,
-                stream=stream,
+                stream=_ours(),
             )
 
     def slice(self, table: plc.Table, start: int, stop: int) -> plc.Table:
@@ -189,7 +186,7 @@ class CudfTables:
     def concatenate(self, tables: list[plc.Table]) -> plc.Table:
         whole = plc.concatenate.concatenate(tables)
         # The shards may be freed when this returns, and their memory belongs to our stream.
-        own_stream().wait_event(recorded(_theirs()))
+        _wait_for_theirs()
         return whole
 
     def pack(

@@ -31,7 +31,6 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.adapter import BodyAdapter, Empty, Packed, Piece
-from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
     Reschedule,
@@ -49,7 +48,6 @@ from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.worker import runtime_of
-from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
@@ -119,15 +117,13 @@ class ExchangeRun:
             may_spill=self.id not in state.kept_off_disk,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
+        self._messenger = Messenger(self, worker, settings, adapter)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
             limit_nbytes=settings.in_flight_nbytes,
-            message_nbytes=self._message_nbytes,
+            message_nbytes=self._messenger.message_nbytes,
         )
-        #: Size of messages from device memory; 0 until there is a shard for one.
-        self._device_message_nbytes = 0
-        self._messenger = Messenger(self, worker, settings, adapter)
         self._received_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         self._tenant = Tenant()
@@ -170,8 +166,10 @@ class ExchangeRun:
             for worker, header, made in self._shards_of(data, partition_id):
                 if isinstance(made, Packed):
                     outgoing.setdefault(worker, []).append(Outgoing(header, made))
-                    if made.is_on_device and not self._device_message_nbytes:
-                        self._expect_device_messages()
+                    if made.is_on_device:
+                        n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
+                        more_nbytes = self._messenger.expect_device_shards(n_peers)
+                        self._outbox.limit_nbytes = max(self._outbox.limit_nbytes, more_nbytes)
                 else:
                     local.append(shard_of(header, body=made))
         local_nbytes = sum(shard.nbytes for shard in local)
@@ -247,22 +245,6 @@ class ExchangeRun:
     def outgoing_memory(self, nbytes: int) -> Buffer:
         """Return memory for an outgoing shard, where peers of this host can read it."""
         return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
-
-    def _message_nbytes(self, address: str) -> int:
-        settings = self._settings
-        if self._device_message_nbytes and self._messenger.sends_from_device(address):
-            return self._device_message_nbytes
-        peers = self._state.links.on_host(settings.transport)
-        if address not in peers:
-            return settings.message_nbytes
-        return messages.local_message_nbytes(settings.message_nbytes, len(peers))
-
-    def _expect_device_messages(self) -> None:
-        n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
-        self._device_message_nbytes = messages.device_message_nbytes(
-            self._settings.message_nbytes, n_peers, shards_limit_nbytes()
-        )
-        self._outbox.limit_nbytes = max(self._outbox.limit_nbytes, self._device_message_nbytes)
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

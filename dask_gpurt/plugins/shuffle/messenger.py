@@ -21,6 +21,7 @@ from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
 from dask_gpurt.frames.adapter import BodyAdapter, DeviceAllocator, DeviceMemory, on_host
+from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
@@ -69,6 +70,8 @@ class Messenger:
         self._settings = settings
         self._adapter = adapter
         self._state = runtime_of(worker)
+        #: Size of messages from device memory; 0 until there is a shard for one.
+        self._device_message_nbytes = 0
         retry_key = "distributed.p2p.comm.retry"
         self._retry = {
             "count": dask.config.get(f"{retry_key}.count"),
@@ -136,10 +139,25 @@ class Messenger:
         transport = self._settings.transport
         return DEVICE if transport == "auto" else transport
 
-    def sends_from_device(self, address: str) -> bool:
-        """Return whether a peer is known to get shards from device memory."""
-        path = self._state.links.known_path(address, self._device_transport)
-        return path is not None and self._takes_device_memory(path)
+    def expect_device_shards(self, n_peers: int) -> int:
+        """Note that shards in device memory are sent; return the size of their messages."""
+        if not self._device_message_nbytes:
+            self._device_message_nbytes = messages.device_message_nbytes(
+                self._settings.message_nbytes, n_peers, shards_limit_nbytes()
+            )
+        return self._device_message_nbytes
+
+    def message_nbytes(self, address: str) -> int:
+        """Return the size at which a message to a peer is closed."""
+        settings, links = self._settings, self._state.links
+        if self._device_message_nbytes:
+            path = links.known_path(address, self._device_transport)
+            if path is not None and self._takes_device_memory(path):
+                return self._device_message_nbytes
+        peers = links.on_host(settings.transport)
+        if address not in peers:
+            return settings.message_nbytes
+        return messages.local_message_nbytes(settings.message_nbytes, len(peers))
 
     def _takes_device_memory(self, path: Transport) -> bool:
         compression = self._settings.compression

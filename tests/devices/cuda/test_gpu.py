@@ -492,7 +492,8 @@ def test_missing_cuda_is_explained():
 
 def test_values_move_from_a_full_device_to_the_host_and_back():
     device = CudaDevice(EmulatedCuda(4 * 8192), 3 * 8192)
-    found = measure(device, PinnedPool(1 << 20, 4096, device.driver.pin), 8, 8192, 1)
+    pin = device.driver.pin
+    found = measure(device, PinnedPool(1 << 20, 4096, pin), 8, pin(8192), 1)
     device.close()
     assert found["wrong"] == []
     assert found["most_used_nbytes"] <= 3 * 8192
