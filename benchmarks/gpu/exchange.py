@@ -20,10 +20,11 @@ from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
-N_PARTS, ROWS = 16, 12_000_000
+N_PARTS, ROWS, MANY_ROWS = 16, 4_000_000, 20_000_000
 #: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
 N_ELEMENTS, N_CHUNKS = 32_768, 16
-POOL_NBYTES = 14 << 30
+BOTH = ("stock", "enabled")
+POOL_NBYTES = 24 << 30
 REPEATS = 3
 _ROW_NBYTES = 24
 
@@ -77,19 +78,33 @@ def run(report: Report) -> None:
     """Exchange on a stock cluster and on an enabled one, in turns."""
     device_rate = copy_gb_per_s()
     report(Row("copy within the device", device_rate, "GB/s"))
-    measure("rechunk of device arrays", arrays, N_ELEMENTS**2 * 8, device_rate, report)
-    measure("shuffle of device frames", frames, N_PARTS * ROWS * _ROW_NBYTES, device_rate, report)
+
+    def shuffle(name: str, rows: int, sides: Sequence[str]) -> None:
+        nbytes = N_PARTS * rows * _ROW_NBYTES
+        measure(name, partial(frames, rows=rows), nbytes, device_rate, report, sides)
+
+    measure("rechunk of device arrays", arrays, N_ELEMENTS**2 * 8, device_rate, report, BOTH)
+    shuffle("shuffle of device frames", ROWS, BOTH)
+    # Stock takes minutes for this.
+    shuffle("shuffle of large device frames", MANY_ROWS, ["enabled"])
 
 
 def measure(
-    name: str, prepare: Callable[[Any], Any], nbytes: int, device_rate: float, report: Report
+    name: str,
+    prepare: Callable[[Any], Any],
+    nbytes: int,
+    device_rate: float,
+    report: Report,
+    wanted: Sequence[str],
 ) -> None:
-    """Report the times of one exchange on both clusters.
+    """Report the times of one exchange on its clusters.
 
     Parameters
     ----------
     prepare
-        Returns the exchange of a client, and a number that both sides must find.
+        Returns the exchange of a client, and a number that all sides must find.
+    wanted
+        The sides: `BOTH`, or one of them.
     """
     import dask
     from distributed import Client, LocalCluster
@@ -100,7 +115,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         sides: dict[str, Exchange] = {}
         answers: dict[str, Any] = {}
-        for side in ("stock", "enabled"):
+        for side in wanted:
             with dask.config.set({"gpurt.enabled": False}):
                 cluster = stack.enter_context(
                     LocalCluster(
@@ -142,13 +157,13 @@ def measure(
         )
 
 
-def frames(client: Any) -> tuple[Exchange, int]:
+def frames(client: Any, rows: int) -> tuple[Exchange, int]:
     """Return the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
 
     client.run(use_pool, POOL_NBYTES)
     with client.as_current():
-        frame = _persisted(client, from_map(part, range(N_PARTS), rows=ROWS))
+        frame = _persisted(client, from_map(part, range(N_PARTS), rows=rows))
         shuffled = frame.shuffle("key")
         length = int(client.compute(shuffled.map_partitions(len).sum()).result())
     return Exchange(client, shuffled), length
