@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -104,43 +106,78 @@ def test_cudf_frame_is_spilled_and_read_back(packing):
     assert isinstance(again(packing, frame).index, cudf.RangeIndex)
 
 
-def test_live_worker_spills_more_than_the_pool_holds():
-    pytest.importorskip("distributed", reason="Dask is not installed")
+@contextlib.contextmanager
+def small_pool():
+    """Let CuPy allocate from a pool with a limit of 16 MiB."""
     import cupy
-    import dask
-    from distributed import Client, LocalCluster, wait
-
-    import dask_gpurt
-
-    def full(number):
-        return cupy.full(MIB, number, dtype=cupy.uint8)
-
-    def is_right(array, number):
-        return bool((array == number).all())
 
     before = cupy.cuda.get_allocator()
     pool = cupy.cuda.MemoryPool()
     pool.set_limit(size=16 * MIB)
     cupy.cuda.set_allocator(pool.malloc)
-    # RAPIDS and the tests share this process, so no limit may pause the worker.
-    settings = {
-        "gpurt.memory.device": "8 MiB",
-        "distributed.worker.memory.spill": False,
-        "distributed.worker.memory.pause": False,
-    }
-    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     try:
-        with (
-            dask.config.set(settings),
-            LocalCluster(processes=False, memory_limit=512 * MIB, **options) as local,
-            Client(local) as client,
-        ):
-            dask_gpurt.enable(client)
-            values = client.map(full, range(40), pure=False)
-            wait(values)
-            (worker,) = local.workers.values()
-            assert sum(worker.data.is_spilled(value.key) for value in values) >= 24
-            assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
-            assert pool.total_bytes() <= 16 * MIB
+        yield pool
     finally:
         cupy.cuda.set_allocator(before)
+
+
+@contextlib.contextmanager
+def live_worker(**settings):
+    """Start an enabled worker in this process; yield it and a client."""
+    pytest.importorskip("distributed", reason="Dask is not installed")
+    import dask
+    from distributed import Client, LocalCluster
+
+    import dask_gpurt
+
+    # RAPIDS and the tests share this process, so no limit may pause the worker.
+    settings |= {"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False}
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
+    with (
+        dask.config.set(settings),
+        LocalCluster(processes=False, memory_limit=512 * MIB, **options) as local,
+        Client(local) as client,
+    ):
+        dask_gpurt.enable(client)
+        (worker,) = local.workers.values()
+        yield worker, client
+
+
+def full(number):
+    import cupy
+
+    return cupy.full(MIB, number, dtype=cupy.uint8)
+
+
+def is_right(array, number):
+    return bool((array == number).all())
+
+
+def test_live_worker_spills_more_than_the_pool_holds():
+    from distributed import wait
+
+    settings = {"gpurt.memory.device": "8 MiB"}
+    with small_pool() as pool, live_worker(**settings) as (worker, client):
+        values = client.map(full, range(40), pure=False)
+        wait(values)
+        assert sum(worker.data.is_spilled(value.key) for value in values) >= 24
+        assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
+        assert pool.total_bytes() <= 16 * MIB
+
+
+def test_live_worker_learns_how_much_its_pool_holds():
+    """Otherwise it would read values ahead that do not fit, and evict others for them."""
+    from distributed import wait
+
+    import dask_gpurt
+
+    with small_pool(), live_worker() as (_, client):
+        values = client.map(full, range(40), pure=False)
+        wait(values)
+        for _ in range(3):
+            assert all(client.gather(client.map(is_right, values, range(40), pure=False)))
+        (report,) = dask_gpurt.status(client)["workers"].values()
+        levels = {level["name"]: level for level in report["memory"]["levels"]}
+        assert levels["device"]["capacity_nbytes"] < 16 * MIB
+        # Headers count too.
+        assert report["memory"]["io"]["memory-read-bytes"] <= 3.1 * 40 * MIB

@@ -28,8 +28,10 @@ from dask_gpurt.devices.cuda.out_of_memory import CallWhenFull, cudf_spills
 from dask_gpurt.devices.host_memory.pool import Buffer
 from dask_gpurt.devices.vendors import VENDORS, Vendor, with_driver
 from dask_gpurt.errors import ValueRefusedError
+from dask_gpurt.memory.decisions.learned_room import LearnedRoom
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.tiers import Packing
+from dask_gpurt.plugins.memory.gpu_budget import shards_on_device_nbytes
 from dask_gpurt.plugins.patches import worker_memory
 
 logger = logging.getLogger("dask_gpurt.memory")
@@ -81,6 +83,10 @@ def local_facts() -> GpuFacts:
     )
 
 
+#: Values get at least this share of their room, whatever shards take.
+LEAST_SHARE = 0.25
+
+
 class StoreDevice:
     """The first GPU that this process sees, as a top level of the store.
 
@@ -104,8 +110,9 @@ class StoreDevice:
         self._hooks: CallWhenFull | None = None
         #: Why the GPU could not be opened.
         self.problem: str | None = None
-        #: Bytes that values may take; None until the GPU is open.
-        self.room_nbytes: int | None = None
+        #: Bytes that values may take by the settings; None until the GPU is open.
+        self._limit_nbytes: int | None = None
+        self._learned = LearnedRoom()
         self.packing = library_packing(self._opened, host, take_apart, put_together)
 
     def begin(self, submit: Callable[[], object]) -> None:
@@ -135,7 +142,19 @@ class StoreDevice:
                 logger.warning("values of the GPU are not managed: %s", self.problem)
                 return
             self._copies = copies
-            self.room_nbytes = self._settings.device_nbytes(driver.total_nbytes)
+            self._limit_nbytes = self._settings.device_nbytes(driver.total_nbytes)
+
+    def was_full(self, taken_nbytes: int, wanted_nbytes: int, now_s: float) -> None:
+        """Note that an allocation found no room, while values took some bytes."""
+        # Shards leave values less room, but that is counted where the room is fitted.
+        self._learned.was_full(taken_nbytes + shards_on_device_nbytes(), wanted_nbytes, now_s)
+
+    def room_nbytes(self, now_s: float) -> int | None:
+        """Return the bytes that values may take beside shards; None until the GPU is open."""
+        if (limit_nbytes := self._limit_nbytes) is None:
+            return None
+        room_nbytes = self._learned.room_nbytes(limit_nbytes, now_s)
+        return max(room_nbytes - shards_on_device_nbytes(), int(LEAST_SHARE * room_nbytes))
 
     def _opened(self) -> LibraryCopies:
         if self._copies is None:

@@ -32,7 +32,6 @@ from dask_gpurt.memory.decisions.residency import Residency, Value
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
 from dask_gpurt.plugins.memory.get_data import DataServer
-from dask_gpurt.plugins.memory.gpu_budget import shards_on_device_nbytes
 from dask_gpurt.plugins.memory.gpu_store import is_on_device
 from dask_gpurt.plugins.memory.handback import Returned, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
@@ -40,7 +39,7 @@ from dask_gpurt.plugins.patches import worker_memory
 from dask_gpurt.plugins.patches.p2p import context_meter, event_loop
 from dask_gpurt.plugins.patches.task_order import TaskOrder
 from dask_gpurt.plugins.shielding import in_a_thread
-from dask_gpurt.plugins.shuffle.fine_metrics import amount
+from dask_gpurt.plugins.shuffle.fine_metrics import read_inputs
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -189,9 +188,17 @@ class ManagedMemory:
 
     def _open_device(self) -> None:
         assert self._device is not None
-        self._device.open(lambda nbytes: self.store.make_room(DEVICE, nbytes))
+        self._device.open(self._make_device_room)
         self._fit_device()
         self.store.decide()
+
+    def _make_device_room(self, nbytes: int) -> bool:
+        """Evict for an allocation that found no room; in the thread that allocates."""
+        assert self._device is not None
+        taken_nbytes = self.store.residency.levels[DEVICE].used_nbytes
+        self._device.was_full(taken_nbytes, nbytes, self._loop.time())
+        self._on_loop(self._fit_device)
+        return self.store.make_room(DEVICE, nbytes)
 
     def _on_loop(self, call: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(call)
@@ -220,7 +227,7 @@ class ManagedMemory:
         )
         self._claims[key] = claim
         spilled = [value for value in claim.values if not value.in_memory]
-        _meter("memory-read", [value for value in claim.values if value.in_memory])
+        read_inputs("memory-read", [value for value in claim.values if value.in_memory])
         try:
             if not is_ready and not await self._can_begin(key, begun, spilled):
                 return worker_memory.reschedule(key)
@@ -244,7 +251,7 @@ class ManagedMemory:
             lost = await begun
         if lost or worker_memory.is_cancelled(self._worker, key):
             return False
-        _meter("disk-read", spilled)
+        read_inputs("disk-read", spilled)
         return True
 
     def _learn(self, group: str, key: Any, claim: Claim, event: Any) -> None:
@@ -397,10 +404,10 @@ class ManagedMemory:
             self.store.abandon_reads([one for one in failed if one.waited_s(now) > PATIENCE_S])
 
     def _fit_device(self) -> None:
-        """Fit the room of device values: shards of shuffles take device memory too."""
-        if self._device is not None and (room := self._device.room_nbytes) is not None:
-            left = max(room - shards_on_device_nbytes(), int(MIN_SHARE * room))
-            self.store.set_capacity(left, DEVICE)
+        if self._device is not None:
+            room_nbytes = self._device.room_nbytes(self._loop.time())
+            if room_nbytes is not None:
+                self.store.set_capacity(room_nbytes, DEVICE)
 
     def _evict_over_limit(self, process_nbytes: int) -> None:
         """Evict one value, because the process has been over its limit for several samples.
@@ -473,12 +480,6 @@ class ManagedMemory:
         self.store.clear()
         for lane in (self._writes, self._reads):
             lane.close()
-
-
-def _meter(label: str, values: Collection[Value]) -> None:
-    """Record in the current task's metrics which inputs it reads."""
-    if values:
-        amount(label, sum(value.nbytes for value in values), len(values))
 
 
 def _set_result(begun: asyncio.Future[set[Hashable]], lost: set[Hashable]) -> None:

@@ -10,8 +10,9 @@ counters, and `shuffle.figures` the statistics of one run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 
+from dask_gpurt.memory.decisions.residency import Value
 from dask_gpurt.plugins.patches.p2p import context_meter
 
 
@@ -72,6 +73,12 @@ def amount(label: str, nbytes: int, count: int = 1) -> None:
     """Add a number of bytes and a number of items to the metrics of the current context."""
     context_meter.digest_metric(label, nbytes, "bytes")
     context_meter.digest_metric(label, count, "count")
+
+
+def read_inputs(label: str, values: Collection[Value]) -> None:
+    """Add the `amount` of the inputs that a task reads from one place."""
+    if values:
+        amount(label, sum(value.nbytes for value in values), len(values))
 
 
 def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
