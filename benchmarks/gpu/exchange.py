@@ -24,7 +24,8 @@ N_PARTS, ROWS, MANY_ROWS = 16, 4_000_000, 20_000_000
 #: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
 N_ELEMENTS, N_CHUNKS = 32_768, 16
 BOTH = ("stock", "enabled")
-POOL_NBYTES = 24 << 30
+#: RMM's pool of each worker: four at a time, and two.
+POOL_NBYTES, LARGE_POOL_NBYTES = 8 << 30, 24 << 30
 REPEATS = 3
 _ROW_NBYTES = 24
 
@@ -79,14 +80,15 @@ def run(report: Report) -> None:
     device_rate = copy_gb_per_s()
     report(Row("copy within the device", device_rate, "GB/s"))
 
-    def shuffle(name: str, rows: int, sides: Sequence[str]) -> None:
+    def shuffle(name: str, rows: int, pool_nbytes: int, sides: Sequence[str]) -> None:
         nbytes = N_PARTS * rows * _ROW_NBYTES
-        measure(name, partial(frames, rows=rows), nbytes, device_rate, report, sides)
+        prepare = partial(frames, rows=rows, pool_nbytes=pool_nbytes)
+        measure(name, prepare, nbytes, device_rate, report, sides)
 
     measure("rechunk of device arrays", arrays, N_ELEMENTS**2 * 8, device_rate, report, BOTH)
-    shuffle("shuffle of device frames", ROWS, BOTH)
+    shuffle("shuffle of device frames", ROWS, POOL_NBYTES, BOTH)
     # Stock takes minutes for this.
-    shuffle("shuffle of large device frames", MANY_ROWS, ["enabled"])
+    shuffle("shuffle of large device frames", MANY_ROWS, LARGE_POOL_NBYTES, ["enabled"])
 
 
 def measure(
@@ -157,11 +159,11 @@ def measure(
         )
 
 
-def frames(client: Any, rows: int) -> tuple[Exchange, int]:
+def frames(client: Any, rows: int, pool_nbytes: int) -> tuple[Exchange, int]:
     """Return the shuffle, and the number of rows that it returns."""
     from dask.dataframe import from_map
 
-    client.run(use_pool, POOL_NBYTES)
+    client.run(use_pool, pool_nbytes)
     with client.as_current():
         frame = _persisted(client, from_map(part, range(N_PARTS), rows=rows))
         shuffled = frame.shuffle("key")
