@@ -20,7 +20,7 @@ from benchmarks.gpu.report import Report, Row
 from benchmarks.gpu.timing import medians_s
 from dask_gpurt.devices.cuda.driver import why_no_cuda
 
-N_PARTS, ROWS, MANY_ROWS = 16, 4_000_000, 20_000_000
+N_PARTS, ROWS, MANY_ROWS = 16, 2_000_000, 20_000_000
 #: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
 N_ELEMENTS, N_CHUNKS = 32_768, 16
 BOTH = ("stock", "enabled")

@@ -32,7 +32,7 @@ def test_doctor_finds_nothing_wrong_in_a_good_setup(shell: Shell) -> None:
         assert found(outcome, name)[0]["level"] == "ok"
     for name in ("cudf", "cupy", "rmm", "ucxx", "nvcomp"):
         assert found(outcome, name)[0]["level"] == "ok"
-    assert "not yet run on a GPU" in found(outcome, "gpu")[0]["text"]
+    assert "tested on one GPU of NVIDIA" in found(outcome, "gpu")[0]["text"]
     assert found(outcome, "huge pages")
     assert found(outcome, "support")[0]["level"] == "ok"
     text = shell.gpurt("doctor").out
