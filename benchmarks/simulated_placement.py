@@ -76,10 +76,23 @@ def data_aware_untold(machine: ClusterModel) -> Install:
     return install
 
 
+def data_aware_discovered(machine: ClusterModel) -> Install:
+    """Install the same policy with machines as workers report them."""
+    from dask_gpurt.plugins.placement.placer import Placement
+
+    def install(scheduler: Scheduler) -> None:
+        topology = getattr(machine.network, "topology", None)
+        clock = asyncio.get_running_loop().time
+        Placement(scheduler, "data-aware", topology, is_discovered=True, clock=clock)
+
+    return install
+
+
 POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
     "stock": stock,
     "data-aware": data_aware,
     "data-aware-untold": data_aware_untold,
+    "data-aware-discovered": data_aware_discovered,
 }
 
 

@@ -137,6 +137,10 @@ class PlacementSettings:
     policy: Literal["auto", "data-aware", "stock"]
 
 
+#: The value of `gpurt.topology.file` for machines that workers report.
+DISCOVERED = "auto"
+
+
 @dataclass(frozen=True)
 class TopologySettings:
     """Settings of the machine topology.
@@ -144,7 +148,7 @@ class TopologySettings:
     Attributes
     ----------
     file
-        Name of the description file, for messages.
+        Name of the description file, for messages; `DISCOVERED` if workers report the machines.
     text
         Content of the file, read in the process with the flag. Other processes may lack the file.
     probe
@@ -377,7 +381,11 @@ def _text(key: str) -> tuple[str | None, str | None]:
     if name is None or name == "":
         return None, None
     if not isinstance(name, str):
-        raise ConfigError(f"gpurt.{key} is {name!r}; it may be the name of a file, or null")
+        raise ConfigError(
+            f"gpurt.{key} is {name!r}; it may be the name of a file, {DISCOVERED!r}, or null"
+        )
+    if name == DISCOVERED:
+        return DISCOVERED, None
     try:
         text = pathlib.Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

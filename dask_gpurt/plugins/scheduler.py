@@ -222,7 +222,12 @@ class GpurtScheduler(SchedulerPlugin):
             policy = self.settings.placement.policy
             if policy == "auto":
                 policy = "data-aware" if self.machines.is_described else "stock"
-            self.placement = Placement(self.scheduler, policy, self.machines.topology)
+            self.placement = Placement(
+                self.scheduler,
+                policy,
+                self.machines.topology,
+                is_discovered=self.machines.is_discovered,
+            )
             if policy == "data-aware":
                 self.machines.set_learner(self.placement)
         self.machines.workers_changed()

@@ -13,6 +13,7 @@ seen on some links are assumed for the others until these are seen.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from dask_gpurt.topology.model import LOCAL, Path
@@ -144,6 +145,29 @@ class LearnedLinks:
         """Forget the pairs of a worker that left. Its host may have others."""
         for pair in [pair for pair in self._pairs if address in pair]:
             del self._pairs[pair]
+
+
+class LearnedShares:
+    """The shares of described bandwidths that transfers reach, by the kind of path."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, _Mean] = {}
+
+    def observe(self, described: Path, nbytes_per_s: float, count: int) -> None:
+        """Add a plausible report on a described path, as for `LearnedLinks.observe`."""
+        share = nbytes_per_s / described.bandwidth_nbytes_per_s
+        weight = min(float(count), _MAX_WEIGHT)
+        self._kinds.setdefault(described.kind, _Mean()).add(math.log(share), weight)
+
+    def of(self, described: Path) -> Path:
+        """Return a described path with the bandwidth that transfers are expected to reach."""
+        mean = self._kinds.get(described.kind)
+        share = min(1.0, math.exp(mean.with_prior(0.0))) if mean is not None else 1.0
+        return replace(
+            described,
+            latency_s=max(described.latency_s, LATENCY_S),
+            bandwidth_nbytes_per_s=share * described.bandwidth_nbytes_per_s,
+        )
 
 
 def _entry(means: dict[tuple[str, str], _Mean], key: tuple[str, str]) -> _Mean:

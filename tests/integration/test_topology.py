@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import dask
 import pytest
 from distributed import Client, LocalCluster
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for, gen_cluster, poll_for
 
 import dask_gpurt
 from dask_gpurt import config
@@ -179,6 +179,19 @@ def test_command_writes_a_usable_description(cluster, tmp_path, capsys):
     said = doctor.cluster_findings({**found, "scheduler": address, "versions": VERSIONS})
     (finding,) = (one for one in said if one.what == "topology")
     assert str(path) in finding.text
+
+
+def test_reported_machines_switch_placement_on(cluster):
+    settings = {"gpurt.topology.file": "auto", "gpurt.topology.probe": "off"}
+    with dask.config.set(settings):
+        dask_gpurt.enable(cluster)
+    poll_for(lambda: not dask_gpurt.status(cluster)["topology"]["undescribed"], timeout=20)
+    found = dask_gpurt.status(cluster)
+    assert found["topology"]["file"] == "auto"
+    assert found["placement"]["policy"] == "data-aware"
+    assert cluster.submit(sum, [cluster.submit(int, 3), 4]).result() == 7
+    dask_gpurt.enable(cluster)
+    assert dask_gpurt.status(cluster)["placement"]["policy"] == "stock"
 
 
 VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from dask_gpurt.topology.learned import End, LearnedLinks
+from dask_gpurt.topology.learned import End, LearnedLinks, LearnedShares
 from dask_gpurt.topology.model import Path, Topology
 from dask_gpurt.topology.places import Place, Places, path_between
 
@@ -87,11 +87,17 @@ class ClusterLinks:
     ----------
     topology
         The description of the machines; None if there is none.
+    is_discovered
+        Whether workers reported the machines, and no person checked them. Then links carry no more
+        than the transfers that workers measured: Dask's connections get only a part of what a card
+        can carry, and data of GPUs may pass through the host.
     """
 
-    def __init__(self, topology: Topology | None) -> None:
+    def __init__(self, topology: Topology | None, *, is_discovered: bool = False) -> None:
         self._topology = topology
+        self._is_discovered = is_discovered
         self._learned = LearnedLinks()
+        self._shares = LearnedShares()
         self._ends: dict[str, End] = {}
         self._locations: dict[str, _Location] = {}
         #: Number of workers on each node.
@@ -143,6 +149,18 @@ class ClusterLinks:
             self.uplink(ws.address)
         else:
             self._forget_links()
+
+    def describe(self, topology: Topology, workers: Iterable[WorkerState]) -> None:
+        """Replace the description. What was measured stays."""
+        self._topology = topology
+        for memo in (self._locations, self._n_workers_on, self._examples, self._uplinks):
+            memo.clear()
+        self._between.clear()
+        self._within.clear()
+        self._forget_links()
+        self._is_described = None
+        for ws in workers:
+            self.add(ws)
 
     def _locate(self, ws: WorkerState) -> _Location | None:
         """Return the location of a worker; None if it is not described."""
@@ -204,12 +222,20 @@ class ClusterLinks:
             ):
                 self._n_reports += 1
                 self._uncertainty = None
+                self._learn_share(peer, address, total / count, count)
         # Each report changes the estimates of other pairs a little. Computing all paths again each
         # time would cost more than it gains.
         if self._n_reports >= _REPORTS_PER_WORKER * len(self._ends):
             self._n_reports = 0
             self._forget_links()
             self._forget_outlets()
+
+    def _learn_share(self, source: str, target: str, nbytes_per_s: float, count: int) -> None:
+        here, there = self._locations.get(source), self._locations.get(target)
+        if self._is_discovered and here is not None and there is not None:
+            described = self._described_path(here, there)
+            if described is not None:
+                self._shares.observe(described, nbytes_per_s, count)
 
     def undescribed(self) -> list[str]:
         """Return the workers whose host is not described."""
@@ -311,7 +337,8 @@ class ClusterLinks:
     def uncertainty(self) -> float:
         """Return the factor by which links may differ from estimates; 1 if all are described."""
         if self._uncertainty is None:
-            self._uncertainty = 1.0 if self._all_described() else self._learned.uncertainty()
+            is_certain = self._all_described() and not self._is_discovered
+            self._uncertainty = 1.0 if is_certain else self._learned.uncertainty()
         return self._uncertainty
 
     def _all_described(self) -> bool:
@@ -349,14 +376,9 @@ class ClusterLinks:
         self._count_path()
         here, there = self._locations.get(source), self._locations.get(target)
         if here is not None and there is not None:
-            # A thousand workers have a million pairs. But hosts are alike, and so are the devices
-            # of a host: most pairs differ in the names of links only.
-            if here.host != there.host:
-                described = self._path_between(here, there)
-            else:
-                described = self._path_within(here, there)
+            described = self._described_path(here, there)
             if described is not None:
-                return described
+                return self._as_measured(described)
         return self._learned.path(
             self._ends.get(source) or End(source, source),
             self._ends.get(target) or End(target, target),
@@ -372,9 +394,19 @@ class ClusterLinks:
                     there.host != here.host
                     and (path := self._path_between(here, there)) is not None
                 ):
-                    return path
+                    return self._as_measured(path)
         # The source left, or no other host has a worker of the kind.
         return self._learned.path(self._ends.get(source) or End(source, source), _UNKNOWN_END)
+
+    def _described_path(self, source: _Location, target: _Location) -> Path | None:
+        # A thousand workers have a million pairs. But hosts are alike, and so are the devices of a
+        # host: most pairs differ in the names of links only.
+        if source.host != target.host:
+            return self._path_between(source, target)
+        return self._path_within(source, target)
+
+    def _as_measured(self, described: Path) -> Path:
+        return self._shares.of(described) if self._is_discovered else described
 
     def _path_within(self, source: _Location, target: _Location) -> Path | None:
         """Return the path between two nodes of a host; None if not described or the same node."""

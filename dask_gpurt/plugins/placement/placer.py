@@ -52,6 +52,8 @@ class Placement:
         `data-aware`, or `stock`, which only logs stock Dask's decisions.
     topology
         The description of the machines; None if there is none.
+    is_discovered
+        As for `ClusterLinks`.
     clock
         Returns seconds, for transfers in flight. A simulation passes its own.
     """
@@ -61,12 +63,14 @@ class Placement:
         scheduler: Scheduler,
         policy: Literal["data-aware", "stock"],
         topology: Topology | None = None,
+        *,
+        is_discovered: bool = False,
         clock: Callable[[], float] = time,
     ) -> None:
         self._scheduler = scheduler
         self._is_stock = policy == "stock"
         self._policy_name = policy
-        self._links = ClusterLinks(topology)
+        self._links = ClusterLinks(topology, is_discovered=is_discovered)
         self._view = PlacementView(scheduler, self._links, clock)
         self._contractions = Contractions(scheduler, self._view)
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
@@ -93,6 +97,11 @@ class Placement:
         self._view.remove_worker(address)
         self._contractions.workers_changed()
         self._roots.remove_worker()
+
+    def describe(self, topology: Topology) -> None:
+        """Replace the description of the machines."""
+        self._view.describe(topology)
+        self._contractions.workers_changed()
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """Record the transfer rates that a worker measured."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskPrefix, TaskState, WorkerState
 
+    from dask_gpurt.topology.model import Topology
+
 #: Limit of idle workers offered as candidates, and of holders that are read of one input.
 MAX_IDLE = 2
 MAX_HOLDERS = 16
@@ -85,9 +87,22 @@ class PlacementView:
         self._on_host.pop(ws.host, None)
         self.links.add(ws)
         self.speeds.add(ws.address)
+        self._look_for_gpu(ws)
+
+    def _look_for_gpu(self, ws: WorkerState) -> None:
         described = self.links.device_kind(ws.address)
         if described == GPU or any(name.lower() == GPU for name in ws.resources):
             self.with_gpu.add(ws.address)
+
+    def describe(self, topology: Topology) -> None:
+        """Replace the description of the machines. Transfers in flight no longer delay others."""
+        workers = self._scheduler.workers.values()
+        self.links.describe(topology, workers)
+        self.in_flight.by_inlet.clear()
+        self.in_flight.by_outlet.clear()
+        self.with_gpu.clear()
+        for ws in workers:
+            self._look_for_gpu(ws)
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""

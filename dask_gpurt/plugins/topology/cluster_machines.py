@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 
-from dask_gpurt.config import TopologySettings
+from dask_gpurt.config import DISCOVERED, TopologySettings
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.shielding import DEADLINE_S
 from dask_gpurt.plugins.topology.broadcast import ask
@@ -63,6 +63,9 @@ class Machines:
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._learner: Placement | None = None
+        self._discovering: asyncio.Task[None] | None = None
+        #: Set if workers change while machines are being discovered.
+        self._is_outdated = False
         self._settings = TopologySettings(None, None, "off")
         self.topology: Topology | None = None
         self._configuring = asyncio.Lock()
@@ -78,21 +81,52 @@ class Machines:
         # Serialise concurrent clients: the last one's settings apply, and apply completely.
         async with self._configuring:
             # Most clients bring the settings that are there already.
-            if settings.text != self._settings.text:
+            if (settings.file, settings.text) != (self._settings.file, self._settings.text):
                 # Parsing hundreds of hosts takes half a second.
                 self.topology = await asyncio.to_thread(_described, settings)
             self._settings = settings
 
     @property
     def is_described(self) -> bool:
-        """Whether the machines are described, so that placement may rely on the links by default.
+        """Whether the machines are described, or will be, so that placement may rely on the links.
 
-        Only a description that a person wrote or checked counts. Workers report what their links
-        can carry. Dask's connections get only a part of that, and less for GPU data that passes
-        through host memory. Placement by these figures would move tasks for gains that do not
-        exist. A probe measures those connections, but only a few pairs, and briefly.
+        Workers report what their links can carry. Dask's connections get only a part of that, and
+        less for GPU data that passes through host memory. So placement takes the figures of a
+        person as they are, and scales discovered ones to the transfers that workers measure.
         """
-        return self.topology is not None
+        return self.topology is not None or self.is_discovered
+
+    @property
+    def is_discovered(self) -> bool:
+        """Whether the description comes from workers' reports, by `gpurt.topology.file: auto`."""
+        return self._settings.file == DISCOVERED
+
+    # ------------------------------------------------------------------ discovery
+
+    def _discover_if_wanted(self) -> None:
+        if not self.is_discovered or self._learner is None:
+            return
+        self._is_outdated = True
+        if self._discovering is None or self._discovering.done():
+            self._discovering = asyncio.create_task(self._discover())
+
+    async def _discover(self) -> None:
+        """Describe the machines from workers' reports, until no worker has joined meanwhile."""
+        while self._is_outdated:
+            self._is_outdated = False
+            try:
+                await self._fetch_reports()
+                # For hundreds of hosts this takes seconds.
+                found = await asyncio.to_thread(discover, self._seen(), self._rates())
+            except Exception as error:
+                # The links are learnt then, as without a description.
+                self._record_problem("discovery", repr(error)[:200])
+                logger.error("the machines could not be described", exc_info=error)
+                return
+            is_new = found.topology != self.topology
+            if self._learner is not None and self.is_discovered and is_new:
+                self.topology = found.topology
+                self._learner.describe(found.topology)
 
     # ------------------------------------------------------------------ probing
 
@@ -103,7 +137,11 @@ class Machines:
             self._feed_learner(*pair, found)
 
     def workers_changed(self) -> None:
-        """Probe the links if wanted. Called when all present workers have reported."""
+        """Discover machines, and probe links, if wanted.
+
+        Called when all present workers have reported.
+        """
+        self._discover_if_wanted()
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_if_wanted())
 
@@ -113,7 +151,8 @@ class Machines:
             why_not = probing.why_not(
                 self._settings.probe,
                 n_hosts=len({end.host for end in self._endpoints()}),
-                is_described=self._is_any_described(),
+                # Discovered links are scaled to what is measured, and some have no known speed.
+                is_described=self._is_any_described() and not self.is_discovered,
                 is_used=self._learner is not None,
                 is_busy=self._is_busy(),
             )
@@ -127,6 +166,7 @@ class Machines:
                 # The probe is optional, so its failure only goes to the log and the status.
                 self._state, self._reason = "failed", repr(error)
                 logger.error("the probe of links failed", exc_info=error)
+            self._discover_if_wanted()
             if self._state != "done":
                 return
 
@@ -217,20 +257,26 @@ class Machines:
             self._spent_s = 0.0
             self._probing = asyncio.create_task(self._probe(lambda: None))
             await self._probing
+        seen, measured = self._seen(), self._rates()
+        # For hundreds of hosts this takes seconds.
+        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
+        silent = "not included: it has not reported yet, or the runtime is off there"
+        unseen = sorted(self._scheduler.workers.keys() - self._reports.keys())
+        left_out = dict.fromkeys(unseen, silent)
+        return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
+
+    def _seen(self) -> list[WorkerReport]:
         workers = self._scheduler.workers
-        seen = [
+        return [
             WorkerReport(address, workers[address].name, workers[address].host, report)
             for address, report in self._reports.items()
             if address in workers
         ]
-        measured = {
+
+    def _rates(self) -> dict[tuple[str, str], Measured]:
+        return {
             (source.host, target.host): found for (source, target), found in self._measured.items()
         }
-        # For hundreds of hosts this takes seconds.
-        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
-        silent = "not included: it has not reported yet, or the runtime is off there"
-        left_out = dict.fromkeys(sorted(set(workers) - self._reports.keys()), silent)
-        return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
 
     async def _fetch_reports(self) -> None:
         missing = sorted(set(self._ready) - self._reports.keys())
@@ -292,9 +338,11 @@ class Machines:
 
     async def close(self) -> None:
         """Stop measuring."""
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait([self._probing], timeout=DEADLINE_S)
+        tasks = [task for task in (self._probing, self._discovering) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=DEADLINE_S)
 
 
 def _described(settings: TopologySettings) -> Topology | None:

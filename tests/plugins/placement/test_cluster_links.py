@@ -45,6 +45,51 @@ def test_described_links_are_used(described):
     assert described(LEFT0.address, RIGHT0.address).bandwidth_nbytes_per_s == 12.5e9
 
 
+# ---------------------------------------------------------------------- discovered
+
+
+@pytest.fixture
+def discovered():
+    links = ClusterLinks(load("two-hosts"), is_discovered=True)
+    for one in EVERYBODY[:-1]:
+        links.add(one)
+    return links
+
+
+def test_discovered_links_are_scaled_to_what_is_measured(discovered):
+    between = RIGHT0.address, LEFT0.address
+    described = discovered(*between)
+    assert described.bandwidth_nbytes_per_s == 12.5e9
+    assert described.latency_s == learned.LATENCY_S
+    assert discovered.uncertainty() > 100
+    within = discovered(LEFT0.address, LEFT1.address)
+    for _ in range(100):
+        discovered.observe(LEFT0.address, {RIGHT0.address: (1.25e9, 1)})
+    measured = discovered(*between)
+    assert measured.bandwidth_nbytes_per_s == pytest.approx(1.25e9, rel=0.1)
+    assert discovered(LEFT1.address, RIGHT0.address) == measured, "the same kind of path"
+    assert discovered(LEFT0.address, LEFT1.address) == within, "another kind of path"
+    assert discovered.uncertainty() < 2
+
+
+def test_discovered_links_are_never_faster_than_reported(discovered):
+    for _ in range(100):
+        discovered.observe(LEFT0.address, {RIGHT0.address: (1e12, 1)})
+    assert discovered(RIGHT0.address, LEFT0.address).bandwidth_nbytes_per_s == 12.5e9
+
+
+def test_a_new_description_keeps_what_was_measured(discovered):
+    for _ in range(100):
+        discovered.observe(LEFT0.address, {RIGHT0.address: (1.25e9, 1)})
+    before = discovered(RIGHT0.address, LEFT0.address)
+    discovered.describe(parse("hosts: [" + ", ".join(map(_alone, "34")) + "]"), EVERYBODY)
+    assert discovered.undescribed() == sorted(one.address for one in EVERYBODY)
+    discovered.describe(load("two-hosts"), EVERYBODY)
+    assert discovered.undescribed() == [STRANGER.address]
+    discovered.remove(STRANGER.address)
+    assert discovered(RIGHT0.address, LEFT0.address) == before
+
+
 def test_undescribed_workers_are_reachable(described):
     assert described.undescribed() == [STRANGER.address]
     described.remove(STRANGER.address)

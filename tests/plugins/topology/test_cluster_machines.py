@@ -66,10 +66,14 @@ class Learner:
 
     def __init__(self, undescribed=()):
         self.told = {}
+        self.described = []
         self._undescribed = undescribed
 
     def undescribed(self):
         return list(self._undescribed)
+
+    def describe(self, topology):
+        self.described.append(topology)
 
     def observe(self, target, rates):
         for source, (total, count) in rates.items():
@@ -91,6 +95,8 @@ async def settled(found):
     """Wait for all tasks that the machines object started by itself."""
     found.workers_changed()
     await found._probing
+    if found._discovering is not None:
+        await found._discovering
 
 
 def run(coroutine):

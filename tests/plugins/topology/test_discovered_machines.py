@@ -1,0 +1,89 @@
+"""With `gpurt.topology.file: auto`, placement gets the machines that workers report."""
+
+from __future__ import annotations
+
+from dask_gpurt.config import DISCOVERED, TopologySettings
+from dask_gpurt.plugins.topology import cluster_machines as machines_module
+from dask_gpurt.plugins.topology.cluster_machines import Machines
+from tests.plugins.topology.test_cluster_machines import RATE, Cluster, Learner, run, settled
+
+
+async def discovered(cluster, probe="off"):
+    found = Machines(cluster, cluster.workers.keys())
+    await found.configure(TopologySettings(DISCOVERED, None, probe))
+    learner = Learner()
+    found.set_learner(learner)
+    await settled(found)
+    return found, learner
+
+
+def test_reported_machines_are_given_to_placement():
+    async def go():
+        cluster = Cluster(2, per_host=2)
+        found, learner = await discovered(cluster)
+        assert found.is_described and found.is_discovered
+        assert found.summary()["file"] == DISCOVERED
+        (topology,) = learner.described
+        assert [host.name for host in topology.hosts] == ["10.0.0.0", "10.0.0.1"]
+        await settled(found)
+        assert learner.described == [topology], "nothing new"
+        cluster.workers.update(Cluster(3).workers)
+        await settled(found)
+        assert len(learner.described[1].hosts) == 3
+        assert found.topology is learner.described[1]
+
+    run(go())
+
+
+def test_workers_that_join_during_a_discovery_are_described():
+    async def go():
+        cluster = Cluster(1)
+        found = Machines(cluster, cluster.workers.keys())
+        await found.configure(TopologySettings(DISCOVERED, None, "off"))
+        learner = Learner()
+        found.set_learner(learner)
+
+        def join():
+            cluster.answers.clear()
+            cluster.workers.update(Cluster(2).workers)
+            found.workers_changed()
+
+        cluster.answers["gpurt_machine"] = join
+        await settled(found)
+        assert len(found.topology.hosts) == 2
+
+    run(go())
+
+
+def test_measured_rates_describe_networks_of_unknown_speed():
+    async def go():
+        found, learner = await discovered(Cluster(2), probe="on")
+        assert found.topology.links
+        networks = [link for link in found.topology.links if link.kind == "ethernet"]
+        assert {link.bandwidth_nbytes_per_s for link in networks} == {RATE}
+        assert learner.described[-1] is found.topology
+
+    run(go())
+
+
+def test_machines_are_not_discovered_for_stock_placement():
+    async def go():
+        cluster = Cluster(2)
+        found = Machines(cluster, cluster.workers.keys())
+        await found.configure(TopologySettings(DISCOVERED, None, "off"))
+        await settled(found)
+        assert cluster.asked == []
+        await found.close()
+
+    run(go())
+
+
+def test_discovery_that_fails_is_told(monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("no such machine")
+
+    monkeypatch.setattr(machines_module, "discover", fail)
+    found, learner = run(discovered(Cluster(2)))
+    assert learner.described == [] and found.topology is None
+    assert "no such machine" in found.summary()["probe"]["problems"]["discovery"]
+    assert "could not be described" in caplog.text
