@@ -10,7 +10,7 @@ Every adapter must pass `tests/conformance/frame_suite.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -72,6 +72,20 @@ class DeviceMemory(Protocol):
 
 #: Returns device memory of the given size, or None if the device has no room for it.
 DeviceAllocator = Callable[[int], DeviceMemory | None]
+#: Returns device memory for the first of some sizes, as far as the device has room. No queued work
+#: uses it any more. One wait serves all: on a device that processes share, it takes milliseconds.
+ArrivalAllocator = Callable[[Sequence[int]], list[DeviceMemory]]
+
+
+def while_room(room: DeviceAllocator, sizes: Iterable[int]) -> list[DeviceMemory]:
+    """Allocate memory of these sizes until there is no room."""
+    found = []
+    for nbytes in sizes:
+        memory = room(nbytes)
+        if memory is None:
+            break
+        found.append(memory)
+    return found
 
 
 class Body(Protocol):
@@ -202,7 +216,7 @@ class BodyAdapter(Protocol):
         data in host memory.
     """
 
-    allocate_device: DeviceAllocator | None
+    allocate_device: ArrivalAllocator | None
 
     def pack(self, body: Any) -> Packed:
         """Return the body in one buffer for the disk, without a copy if possible."""

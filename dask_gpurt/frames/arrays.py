@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import (
     OBJECT_NBYTES,
+    ArrivalAllocator,
     DeviceAllocator,
     DeviceMemory,
     Empty,
@@ -93,8 +94,8 @@ class DeviceArrays(Protocol):
     def computing(self) -> AbstractContextManager[None]:
         """Return a context for work that follows all queued work, and is done at its end."""
 
-    def arriving(self, nbytes: int) -> DeviceMemory | None:
-        """Allocate room for a shard that anything may write at once."""
+    def arriving(self, sizes: Sequence[int]) -> list[DeviceMemory]:
+        """Allocate room for shards that anything may write at once: the first ones that fit."""
 
 
 #: Libraries by the full name of their array type. A library is loaded at its first array.
@@ -378,10 +379,8 @@ class Arrays:
         Joins nested lists of arrays, for outputs whose pieces are not all plain memory.
     devices
         Device libraries by array type.
-    sizeof
-        Measures objects. Only the sizes of shards depend on it.
-    pickling
-        Pickles arrays that are not plain memory.
+    sizeof, pickling
+        Measure objects, for the sizes of shards, and pickle arrays that are not plain memory.
     """
 
     def __init__(
@@ -399,11 +398,11 @@ class Arrays:
         self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
         #: Only data from device memory arrives in device memory, so its library is known.
-        self.allocate_device: DeviceAllocator | None = self._allocated if devices else None
+        self.allocate_device: ArrivalAllocator | None = self._allocated if devices else None
 
-    def _allocated(self, nbytes: int) -> DeviceMemory | None:
+    def _allocated(self, sizes: Sequence[int]) -> list[DeviceMemory]:
         (name,) = self._devices.known
-        return self._devices[name].arriving(nbytes)
+        return self._devices[name].arriving(sizes)
 
     def open(self, chunk: Any, index: Index) -> OpenChunk:
         return OpenChunk(chunk, index, self.rechunking, self._devices, self._sizeof, self._pickling)

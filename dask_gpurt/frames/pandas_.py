@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from dask_gpurt.frames.adapter import (
     OBJECT_NBYTES,
-    DeviceAllocator,
+    ArrivalAllocator,
     Empty,
     Packed,
     Piece,
@@ -198,7 +198,7 @@ class PandasFrames:
         Pickles objects.
     """
 
-    allocate_device: DeviceAllocator | None = None
+    allocate_device: ArrivalAllocator | None = None
     shard_nbytes: int | None = None
 
     def __init__(

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from dask_gpurt.frames.adapter import while_room
 from dask_gpurt.frames.columns import _pack_index, _unpack_index
 from dask_gpurt.frames.device.device_contents import DeviceColumn, encode, mask_nbytes
 from dask_gpurt.frames.gather import group_rows
@@ -283,5 +284,5 @@ class EmulatedArrays:
     def computing(self):
         return contextlib.nullcontext()
 
-    def arriving(self, nbytes):
-        return self.room(nbytes)
+    def arriving(self, sizes):
+        return while_room(self.room, sizes)

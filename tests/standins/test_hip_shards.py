@@ -54,6 +54,22 @@ def test_shards_without_room_are_copied_to_the_host_once(cut):
     assert calls == {"launches": N_PARTS, "copies to the host": 1}
 
 
+def test_one_wait_serves_all_memory_of_a_message(standin, monkeypatch):
+    pytest.importorskip("cupy")
+    from dask_gpurt.frames.device import cupy_
+
+    waits = []
+    recorded = cupy_.recorded
+    monkeypatch.setattr(cupy_, "recorded", lambda stream: waits.append(stream) or recorded(stream))
+    found = cupy_.CupyArrays(cupy_.CupyMemory.empty).arriving([4096] * 5)
+    assert [memory.nbytes for memory in found] == [4096] * 5
+    assert len(waits) == 1
+    sizes = iter([cupy_.CupyMemory.empty(1), None])
+    assert len(cupy_.CupyArrays(lambda nbytes: next(sizes)).arriving([1, 1, 1])) == 1
+    assert cupy_.CupyArrays(no_room).arriving([4096]) == []
+    assert len(waits) == 2, "none without memory"
+
+
 def test_arriving_shards_are_joined_without_a_wait(standin, cut):
     cupy = pytest.importorskip("cupy")
     from dask_gpurt.frames.device.cupy_ import CupyArrays, CupyMemory

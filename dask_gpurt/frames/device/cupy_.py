@@ -7,7 +7,7 @@ CuPy's current allocator, which may be RMM.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.adapter import DeviceAllocator, DeviceMemory
+from dask_gpurt.frames.adapter import DeviceAllocator, DeviceMemory, while_room
 
 #: The type of CuPy's arrays.
 Array = cupy.ndarray
@@ -86,11 +86,11 @@ class CupyArrays:
             done = recorded(stream)
         done.synchronize()
 
-    def arriving(self, nbytes: int) -> DeviceMemory | None:
-        memory = self.room(nbytes)
-        if memory is not None:
+    def arriving(self, sizes: Sequence[int]) -> list[DeviceMemory]:
+        found = while_room(self.room, sizes)
+        if found:
             recorded(cupy.cuda.get_current_stream()).synchronize()
-        return memory
+        return found
 
 
 def own_stream() -> cupy.cuda.Stream:

@@ -20,6 +20,7 @@ import numpy as np
 
 from dask_gpurt.frames.adapter import (
     DEVICE_SHARD_NBYTES,
+    ArrivalAllocator,
     DeviceAllocator,
     DeviceMemory,
     Empty,
@@ -28,6 +29,7 @@ from dask_gpurt.frames.adapter import (
     Selection,
     Slots,
     fresh,
+    while_room,
 )
 from dask_gpurt.frames.device import device_contents
 from dask_gpurt.frames.device.device_contents import DeviceColumn
@@ -248,7 +250,7 @@ class DeviceFrames:
         self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: DeviceAllocator
     ) -> None:
         self.tables = tables
-        self.allocate_device: DeviceAllocator | None = self._arriving
+        self.allocate_device: ArrivalAllocator | None = self._arriving
         self.room = room
         self.result_meta = meta.drop(columns=column) if drop_column else meta
         self._meta = meta
@@ -276,12 +278,12 @@ class DeviceFrames:
             frame = frame.drop(columns=self._column)
         return DevicePartition(frame, numbers, self)
 
-    def _arriving(self, nbytes: int) -> DeviceMemory | None:
+    def _arriving(self, sizes: Sequence[int]) -> list[DeviceMemory]:
         """Allocate memory for a transport, which knows no streams."""
-        memory = self.room(nbytes)
-        if memory is not None:
+        found = while_room(self.room, sizes)
+        if found:
             self.tables.wait()
-        return memory
+        return found
 
     def interned(self, layout: DeviceLayout) -> DeviceLayout:
         """Return one object for equal layouts, so that comparisons are fast."""

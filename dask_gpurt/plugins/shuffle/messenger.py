@@ -20,7 +20,7 @@ from dask_gpurt.codecs.encoded_shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
-from dask_gpurt.frames.adapter import BodyAdapter, DeviceAllocator, DeviceMemory, on_host
+from dask_gpurt.frames.adapter import ArrivalAllocator, BodyAdapter, DeviceMemory, on_host
 from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
@@ -257,13 +257,7 @@ class Messenger:
 
 
 def _allocated(
-    allocate_device: DeviceAllocator, wanted: Mapping[int, int]
+    allocate_device: ArrivalAllocator, wanted: Mapping[int, int]
 ) -> dict[int, DeviceMemory]:
     """Allocate device memory for buffers of these numbers and lengths, as far as there is room."""
-    found = {}
-    for number, nbytes in wanted.items():
-        memory = allocate_device(nbytes)
-        if memory is None:
-            break
-        found[number] = memory
-    return found
+    return dict(zip(wanted, allocate_device(list(wanted.values())), strict=False))

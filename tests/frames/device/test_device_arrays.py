@@ -84,7 +84,8 @@ def test_without_room_shards_leave_the_device():
 
 def test_data_from_a_peers_device_lands_on_the_device():
     arrays, _, _ = cut(EmulatedMemory)
-    assert isinstance(arrays.allocate_device(320), EmulatedMemory)
+    found = arrays.allocate_device([320, 64])
+    assert [memory.nbytes for memory in found] == [320, 64]
     assert Arrays(Rechunking(OLD, NEW), concatenate3).allocate_device is None
 
 
