@@ -155,8 +155,14 @@ def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, 
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str) -> Iterator[Sides]:
-    """Start two clusters over the same two hosts; one has the runtime, which knows the rate."""
+def two_hosts(rate: str, *, is_described: bool) -> Iterator[Sides]:
+    """Start two clusters over the same two hosts; one has the runtime.
+
+    Parameters
+    ----------
+    is_described
+        Whether the runtime is told the rate.
+    """
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(2))
         one, other = (stack.enter_context(cluster(names, N_WORKERS // 2)) for _ in range(2))
@@ -164,7 +170,7 @@ def two_hosts(rate: str) -> Iterator[Sides]:
         file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
         yaml.safe_dump(description(names, rate), file)
         file.flush()
-        with dask.config.set({"gpurt.topology.file": file.name}):
+        with dask.config.set({"gpurt.topology.file": file.name if is_described else "auto"}):
             dask_gpurt.enable(other)
         yield Sides(one, other)
 
@@ -192,10 +198,18 @@ def description(names: list[str], rate: str) -> dict[str, Any]:
 def main() -> None:
     parser = arguments((__doc__ or "").replace("\n", " "))
     parser.add_argument("--rate", help="rate of each host's link, such as 800mbit")
+    parser.add_argument("--auto", action="store_true", help="let workers report their machines")
     options = parser.parse_args()
     edge = max(8, int(1000 * options.scale**0.5))
     rows: list[dict[str, Any]] = []
-    with two_hosts(options.rate) if options.rate else two_clusters(N_WORKERS) as sides:
+    with contextlib.ExitStack() as stack:
+        if options.auto:
+            stack.enter_context(dask.config.set({"gpurt.topology.file": "auto"}))
+        if options.rate:
+            started = two_hosts(options.rate, is_described=not options.auto)
+        else:
+            started = two_clusters(N_WORKERS)
+        sides = stack.enter_context(started)
         for name, make in GRAPHS.items():
             if options.only and options.only not in name:
                 continue
