@@ -15,7 +15,7 @@ import pytest
 
 from dask_gpurt import local_cluster
 from dask_gpurt.demo import command as demo
-from tests.integration.processes import environment
+from tests.integration.processes import WITHOUT_HEARTBEATS, environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -87,7 +87,7 @@ def running_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "dask", "gpurt", "run", "--n-workers", "2", str(path)],
         cwd=directory,
-        env=environment(),
+        env=environment(**WITHOUT_HEARTBEATS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -65,7 +65,8 @@ def other_python():
 @pytest.fixture
 def run(tmp_path):
     def run_with(python, **env):
-        done = run_program(PROGRAM, directory=tmp_path, python=python, **env)
+        quiet = WITHOUT_HEARTBEATS | env
+        done = run_program(PROGRAM, directory=tmp_path, python=python, **quiet)
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr, done.stderr
         said = [line for line in done.stderr.splitlines() if "dask_gpurt" in line]
