@@ -6,6 +6,7 @@ This module reads the scheduler's graph a few tasks ahead and decides nothing.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
@@ -75,6 +76,24 @@ class JoinPartners:
             if not level or len(found) >= MAX_DEPENDENTS:
                 break
         return found
+
+    def may_be_joined(self, ts: TaskState) -> bool:
+        """Return whether a later task needs a large part of the output together with others.
+
+        Sizes that are not known yet count as large.
+        """
+        level = [ts]
+        for _ in range(MAX_CHAIN):
+            passed_on = []
+            for one in level:
+                if 0 < self._sizes(one) < MIN_JOIN_NBYTES:
+                    continue
+                for later in islice(one.dependents, MAX_DEPENDENTS):
+                    if len(later.dependencies) > 1:
+                        return True
+                    passed_on.append(later)
+            level = passed_on[:MAX_DEPENDENTS]
+        return bool(level)
 
     def _others(
         self,

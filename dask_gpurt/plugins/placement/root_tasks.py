@@ -7,7 +7,8 @@ the first of these that applies:
    (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
    was planned for it (`dask_gpurt.placement.contractions`).
 2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
-   Dask orders tasks so that neighbours are needed together.
+   Dask orders tasks so that neighbours are needed together. Tasks whose outputs are joined with
+   nothing stay with stock Dask.
 
 Two kinds of workers are then avoided:
 
@@ -91,7 +92,8 @@ class RootTasks:
         if planned_host is not None and (chosen is None or chosen.host != planned_host):
             chosen = self._free_on_planned_host(planned_host, is_queueing=is_queueing) or chosen
         if chosen is None:
-            chosen = self._on_last_host(stock, is_queued=may_wait) if is_queueing else stock
+            is_joined = is_queueing and self._view.joins.may_be_joined(ts)
+            chosen = self._on_last_host(stock, is_queued=may_wait) if is_joined else stock
             if is_queueing and self._is_behind_slow_link(chosen):
                 found = self._avoid_slow_link(ts, chosen, may_wait=may_wait)
                 if found is None:
