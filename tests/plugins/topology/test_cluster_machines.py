@@ -106,7 +106,7 @@ def run(coroutine):
 # ---------------------------------------------------------------------- described
 
 
-def test_only_a_written_description_counts_as_described():
+def test_measurements_alone_do_not_describe_machines():
     cluster = Cluster(2)
     found = run(machines(cluster))
     assert not found.is_described
