@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.messages import copy_gb_per_s
 from benchmarks.gpu.report import Report, Row
-from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.cuda.driver import why_no_cuda
+from benchmarks.gpu.timing import copy_gb_per_s, medians_s, why_skipped
 
 N_PARTS, ROWS, MANY_ROWS = 16, 2_000_000, 20_000_000
 #: Elements of float64 along each axis of the array, and chunks of rows before, of columns after.
@@ -32,14 +30,7 @@ _ROW_NBYTES = 24
 
 def skip_reason() -> str:
     """Return why the section cannot run; empty if it can."""
-    if (reason := why_no_cuda()) is not None:
-        return reason
-    for name in ("cudf", "dask_cudf", "distributed", "rmm"):
-        try:
-            __import__(name)
-        except ImportError as error:
-            return f"{name} cannot be imported: {error}"
-    return ""
+    return why_skipped("cudf", "dask_cudf", "distributed", "rmm")
 
 
 def part(number: int, rows: int) -> Any:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import statistics
 import time
 from typing import Any
 
 from benchmarks.gpu.report import Report, Row
-from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.cuda.driver import why_no_cuda
+from benchmarks.gpu.timing import copy_gb_per_s, why_skipped
 
 #: Bytes of a buffer, buffers of a message, and messages in flight.
 SHAPES = (
@@ -33,27 +33,7 @@ DEADLINE_S = 60.0
 
 def skip_reason() -> str:
     """Return why the section cannot run; empty if it can."""
-    if (reason := why_no_cuda()) is not None:
-        return reason
-    try:
-        import ucxx  # noqa: F401
-    except ImportError as error:
-        return f"ucxx cannot be imported: {error}"
-    return ""
-
-
-def copy_gb_per_s(nbytes: int = 1 << 30) -> float:
-    """Return the rate of copies within the device."""
-    import cupy
-
-    source, target = (cupy.ones(nbytes, cupy.uint8) for _ in range(2))
-
-    def copy() -> None:
-        for _ in range(8):
-            target.data.copy_from_device_async(source.data, nbytes, cupy.cuda.Stream.null)
-        cupy.cuda.Stream.null.synchronize()
-
-    return 8 * nbytes / medians_s({"copy": copy}, REPEATS)["copy"] / 1e9
+    return why_skipped("ucxx")
 
 
 def run(report: Report) -> None:
@@ -80,8 +60,6 @@ class End:
         self._is_sender = is_sender
         self._peer = peer
         self._number = 0
-        #: The buffers of the last message.
-        self._last: list[Any] = []
 
     async def round(self, nbytes: int, n_buffers: int, in_flight: int) -> int:
         """Send or receive the messages of a round; return their number."""
@@ -96,7 +74,6 @@ class End:
             for number in range(first + slot, first + total, in_flight):
                 buffers = [CupyMemory(cupy.empty(nbytes, cupy.uint8)) for _ in range(n_buffers)]
                 await self._move(self._peer, number, buffers, DEADLINE_S)
-                self._last = buffers
 
         await asyncio.gather(*(lane(slot) for slot in range(in_flight)))
         return total
@@ -161,7 +138,7 @@ async def _send(pipe: Any, device_rate: float, report: Report) -> None:
                 took_s.append(time.perf_counter() - began)
             await end.check(nbytes, n_buffers)
             are_right &= await asyncio.to_thread(pipe.recv)
-        median_s = sorted(took_s)[len(took_s) // 2]
+        median_s = statistics.median(took_s)
         rate = total * n_buffers * nbytes / median_s / 1e9
         report(
             Row(

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu.exchange import block
 from benchmarks.gpu.report import Report, Row
-from dask_gpurt.devices.cuda.driver import why_no_cuda
+from benchmarks.gpu.timing import why_skipped
 
 N_WORKERS = 2
 POOL_NBYTES = 3 << 30
@@ -22,13 +22,7 @@ PASSES = 2
 
 def skip_reason() -> str:
     """Return why the section cannot run; empty if it can."""
-    if (reason := why_no_cuda()) is not None:
-        return reason
-    try:
-        import distributed  # noqa: F401
-    except ImportError as error:
-        return f"distributed cannot be imported: {error}"
-    return ""
+    return why_skipped("distributed")
 
 
 def limit_pool(nbytes: int) -> None:

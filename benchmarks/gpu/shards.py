@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.gpu.exchange import part, use_pool
-from benchmarks.gpu.messages import copy_gb_per_s
 from benchmarks.gpu.report import Report, Row
-from benchmarks.gpu.timing import medians_s
-from dask_gpurt.devices.cuda.driver import why_no_cuda
+from benchmarks.gpu.timing import copy_gb_per_s, medians_s, why_skipped
 
 ROWS, N_SHARDS = 4_000_000, 6
 POOL_NBYTES = 4 << 30
@@ -22,13 +20,7 @@ REPEATS = 9
 
 def skip_reason() -> str:
     """Return why the section cannot run; empty if it can."""
-    if (reason := why_no_cuda()) is not None:
-        return reason
-    try:
-        import cudf  # noqa: F401
-    except ImportError as error:
-        return f"cudf cannot be imported: {error}"
-    return ""
+    return why_skipped("cudf")
 
 
 def run(report: Report) -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
-from dask_gpurt.devices.cuda.driver import CupyDriver
+from dask_gpurt.devices.cuda.driver import CupyDriver, why_no_cuda
 from dask_gpurt.devices.cuda.gpu import CudaDevice
+
+
+def why_skipped(*modules: str) -> str:
+    """Return why a section that needs a GPU and these modules cannot run; empty if it can."""
+    if (reason := why_no_cuda()) is not None:
+        return reason
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return f"{name} cannot be imported: {error}"
+    return ""
 
 
 def medians_s(
@@ -40,3 +53,17 @@ def medians_s(
 def open_device(capacity_nbytes: int) -> CudaDevice:
     """Open the first GPU, with this capacity."""
     return CudaDevice(CupyDriver(), capacity_nbytes)
+
+
+def copy_gb_per_s(nbytes: int = 1 << 30) -> float:
+    """Return the rate of copies within the device."""
+    import cupy
+
+    source, target = (cupy.ones(nbytes, cupy.uint8) for _ in range(2))
+
+    def copy() -> None:
+        for _ in range(8):
+            target.data.copy_from_device_async(source.data, nbytes, cupy.cuda.Stream.null)
+        cupy.cuda.Stream.null.synchronize()
+
+    return 8 * nbytes / medians_s({"copy": copy}, 5)["copy"] / 1e9

@@ -118,6 +118,7 @@ class ExchangeRun:
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._messenger = Messenger(self, worker, settings, adapter)
+        self._n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
@@ -167,8 +168,7 @@ class ExchangeRun:
                 if isinstance(made, Packed):
                     outgoing.setdefault(worker, []).append(Outgoing(header, made))
                     if made.is_on_device:
-                        n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
-                        more_nbytes = self._messenger.expect_device_shards(n_peers)
+                        more_nbytes = self._messenger.expect_device_shards(self._n_peers)
                         self._outbox.limit_nbytes = max(self._outbox.limit_nbytes, more_nbytes)
                 else:
                     local.append(shard_of(header, body=made))
