@@ -55,6 +55,11 @@ def _ours() -> Stream:
     return _wrapped(own_stream())
 
 
+def _wait_for_ours() -> None:
+    """Wait on the host for the work that is queued on our stream now."""
+    recorded(own_stream()).synchronize()
+
+
 def _wait_for_theirs() -> None:
     """Let our stream wait for the work that is queued on cuDF's now. The host does not wait."""
     own_stream().wait_event(recorded(_THEIRS))
@@ -94,7 +99,7 @@ class CudfMemory:
             raise IndexError(f"{out.nbytes} bytes at {start} exceed a buffer of {self.nbytes}")
         if out.nbytes:
             copy_ptr_to_host(self.buffer.ptr + start, out, _ours())
-            recorded(own_stream()).synchronize()
+            _wait_for_ours()
 
 
 class CudfTables:
@@ -207,7 +212,7 @@ class CudfTables:
             target[sources.end :] = np.frombuffer(contents, np.uint8)
         else:
             copy_host_to_ptr(contents, target.buffer.ptr + sources.end, stream)
-        recorded(own_stream()).synchronize()
+        _wait_for_ours()
         return target, columns, len(contents)
 
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> plc.Table:
@@ -219,7 +224,7 @@ class CudfTables:
         return CudfMemory(memory)
 
     def wait(self) -> None:
-        recorded(own_stream()).synchronize()
+        _wait_for_ours()
 
 
 class _Sources:

@@ -8,9 +8,14 @@ from dask_gpurt.plugins.topology.cluster_machines import Machines
 from tests.plugins.topology.test_cluster_machines import RATE, Cluster, Learner, run, settled
 
 
+async def undiscovered(cluster, probe="off"):
+    machines = Machines(cluster, cluster.workers.keys())
+    await machines.configure(TopologySettings(DISCOVERED, None, probe))
+    return machines
+
+
 async def discovered(cluster, probe="off"):
-    found = Machines(cluster, cluster.workers.keys())
-    await found.configure(TopologySettings(DISCOVERED, None, probe))
+    found = await undiscovered(cluster, probe)
     learner = Learner()
     found.set_learner(learner)
     await settled(found)
@@ -38,8 +43,7 @@ def test_reported_machines_are_given_to_placement():
 def test_workers_that_join_during_a_discovery_are_described():
     async def go():
         cluster = Cluster(1)
-        found = Machines(cluster, cluster.workers.keys())
-        await found.configure(TopologySettings(DISCOVERED, None, "off"))
+        found = await undiscovered(cluster)
         learner = Learner()
         found.set_learner(learner)
 
@@ -69,8 +73,7 @@ def test_measured_rates_describe_networks_of_unknown_speed():
 def test_machines_are_not_discovered_for_stock_placement():
     async def go():
         cluster = Cluster(2)
-        found = Machines(cluster, cluster.workers.keys())
-        await found.configure(TopologySettings(DISCOVERED, None, "off"))
+        found = await undiscovered(cluster)
         await settled(found)
         assert cluster.asked == []
         await found.close()
