@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,15 +36,31 @@ def test_host_cannot_read_device_memory(runtime):
     assert ended.returncode == -signal.SIGSEGV
 
 
-def test_memory_has_a_limit(runtime, monkeypatch):
-    monkeypatch.setenv("STANDIN_HIP_MEMORY", str(64 * MIB))
-    free_nbytes, total_nbytes = runtime.memGetInfo()
-    assert total_nbytes == 64 * MIB
-    memory = runtime.malloc(free_nbytes)
+def test_memory_has_a_limit(runtime):
+    # In a process of its own: earlier tests of this one may still hold memory.
+    program = """
+from cupy.cuda import runtime
+free_nbytes, total_nbytes = runtime.memGetInfo()
+memory = runtime.malloc(free_nbytes)
+try:
+    runtime.malloc(1)
+except runtime.CUDARuntimeError as error:
+    print(str(error).split(":")[0])
+runtime.free(memory)
+print(total_nbytes, runtime.memGetInfo() == (free_nbytes, total_nbytes))
+"""
+    limited = os.environ | {"STANDIN_HIP_MEMORY": str(64 * MIB)}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=limited, text=True)
+    assert printed.splitlines() == ["hipErrorOutOfMemory", f"{64 * MIB} True"]
+
+
+def test_limit_below_what_is_used_leaves_nothing(runtime, monkeypatch):
+    memory = runtime.malloc(2 * MIB)
+    monkeypatch.setenv("STANDIN_HIP_MEMORY", str(MIB))
+    assert runtime.memGetInfo() == (0, MIB)
     with pytest.raises(runtime.CUDARuntimeError, match="OutOfMemory"):
         runtime.malloc(1)
     runtime.free(memory)
-    assert runtime.memGetInfo() == (free_nbytes, total_nbytes)
 
 
 @pytest.mark.parametrize("kind", ["HostToDevice", "DeviceToHost"])
@@ -99,6 +116,7 @@ def test_strict_threads_choose_their_device(runtime, monkeypatch):
     thread.start()
     thread.join()
     assert found[0].startswith("hipErrorInvalidContext") and found[1] > 0
+    runtime.setDevice(0)
     runtime.free(found[1])
 
 
