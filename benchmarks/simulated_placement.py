@@ -36,6 +36,7 @@ from dask_gpurt.simulate.example_clusters import nvlink_hosts, one_slow_nic, pci
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, joins, matmul, stencil
 from dask_gpurt.simulate.result import Result
 from dask_gpurt.simulate.workload import Workload
+from dask_gpurt.topology.model import Topology
 
 #: Machines, each with a scale of examples that fits it: about four blocks for each worker, and the
 #: rates of GPUs or of processors.
@@ -54,45 +55,38 @@ def stock(machine: ClusterModel) -> Install | None:
     return None
 
 
-def data_aware(machine: ClusterModel) -> Install:
-    """Install the policy of `gpurt.placement`, with a description of the machine."""
+def data_aware(
+    described: Callable[[Topology], Topology | None], *, is_discovered: bool = False
+) -> Callable[[ClusterModel], Install]:
+    """Return an installer of the policy of `gpurt.placement`.
+
+    Parameters
+    ----------
+    described
+        Returns what placement is told of the machines, from the whole truth.
+    is_discovered
+        Whether it is told by workers, not by a person.
+    """
     from dask_gpurt.plugins.placement.placer import Placement
 
-    def install(scheduler: Scheduler) -> None:
-        topology = getattr(machine.network, "topology", None)
-        clock = asyncio.get_running_loop().time
-        Placement(scheduler, "data-aware", topology, clock=clock)
+    def of_machine(machine: ClusterModel) -> Install:
+        truth = getattr(machine.network, "topology", None)
+        told = truth and described(truth)
 
-    return install
+        def install(scheduler: Scheduler) -> None:
+            clock = asyncio.get_running_loop().time
+            Placement(scheduler, "data-aware", told, is_discovered=is_discovered, clock=clock)
 
+        return install
 
-def data_aware_untold(machine: ClusterModel) -> Install:
-    """Install the same policy without a description; it learns the links from measurements."""
-    from dask_gpurt.plugins.placement.placer import Placement
-
-    def install(scheduler: Scheduler) -> None:
-        Placement(scheduler, "data-aware", None, clock=asyncio.get_running_loop().time)
-
-    return install
-
-
-def data_aware_discovered(machine: ClusterModel) -> Install:
-    """Install the same policy with machines as workers report them."""
-    from dask_gpurt.plugins.placement.placer import Placement
-
-    def install(scheduler: Scheduler) -> None:
-        topology = getattr(machine.network, "topology", None)
-        clock = asyncio.get_running_loop().time
-        Placement(scheduler, "data-aware", topology, is_discovered=True, clock=clock)
-
-    return install
+    return of_machine
 
 
 POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
     "stock": stock,
-    "data-aware": data_aware,
-    "data-aware-untold": data_aware_untold,
-    "data-aware-discovered": data_aware_discovered,
+    "data-aware": data_aware(lambda truth: truth),
+    "data-aware-untold": data_aware(lambda truth: None),
+    "data-aware-discovered": data_aware(lambda truth: truth, is_discovered=True),
 }
 
 

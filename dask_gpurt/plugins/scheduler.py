@@ -220,15 +220,15 @@ class GpurtScheduler(SchedulerPlugin):
         self._stop_placement()
         if self.settings.placement.enabled:
             policy = self.settings.placement.policy
-            if policy == "auto":
-                policy = "data-aware" if self.machines.is_described else "stock"
+            if policy == "auto" and not self.machines.is_described:
+                policy = "stock"
             self.placement = Placement(
                 self.scheduler,
                 policy,
                 self.machines.topology,
                 is_discovered=self.machines.is_discovered,
             )
-            if policy == "data-aware":
+            if policy != "stock":
                 self.machines.set_learner(self.placement)
         self.machines.workers_changed()
 

@@ -1,8 +1,8 @@
 """Discovery of a topology from workers' reports on their machines and from measurements. Pure.
 
-Missing facts are assumed, or left out if a wrong figure would do harm. For example, a host with
-unknown network speed is described without its network, and its paths to others are learnt. Each
-assumption is a note in the description.
+Missing facts are assumed, or left out if a wrong figure would do harm. Where no network speed is
+reported or measured, hosts are described without a network. Each assumption is a note in the
+description.
 
 Only interfaces that workers listen on connect hosts. A machine may have faster cards, but Dask's
 traffic does not use them.
@@ -81,8 +81,10 @@ def discover(
         parts.append(part)
     switches: set[str] = set()
     if len(parts) > 1:
+        between = _between_machines(parts, measured or {})
+        usual = sorted(between.values())[len(between) // 2] if between else None
         for part in parts:
-            switches |= part.join_network(measured or {})
+            switches |= part.join_network(between, usual)
     users: set[str] = set()
     topology = Topology(
         tuple(part.host(taken, users) for part in parts),
@@ -100,6 +102,8 @@ class _ClusterPart:
         self.links: dict[str, Link] = {}
         self.notes: list[str] = []
         self._workers = workers
+        #: The hosts in the addresses of its workers.
+        self.addresses = {one.host for one in workers}
         self._machine = workers[0].report.machine
         self._numa = [
             Numa(f"numa{one.number}", one.memory_nbytes >> 20 << 20) for one in self._machine.numa
@@ -164,7 +168,7 @@ class _ClusterPart:
         switches = list(self._switches.values())
         if any(bond.peer is None for gpu in self._machine.gpus for bond in gpu.bonds):
             switches.insert(0, _NVSWITCH)
-        own = {seen.host for seen in self._workers} - {self.name}
+        own = self.addresses - {self.name}
         for address in sorted(own & taken_names):
             self._note(
                 f"another host has the name or address {address} too; that host gets its workers"
@@ -180,28 +184,34 @@ class _ClusterPart:
             tuple(addresses),
         )
 
-    def join_network(self, measured: Mapping[tuple[str, str], Measured]) -> set[str]:
-        """Connect the host to the networks with known speed; return their names."""
-        own = {one.host for one in self._workers}
+    def join_network(
+        self, measured: Mapping[tuple[str, str], Measured], usual: Measured | None
+    ) -> set[str]:
+        """Connect the host to the networks with known speed; return their names.
+
+        Parameters
+        ----------
+        measured
+            Measurements between addresses of different machines.
+        usual
+            The median of all measurements, for networks of which nothing else is known.
+        """
         joined = set()
-        for address in sorted(own):
-            # Workers of one host communicate without its network.
-            rates = [
-                found
-                for pair, found in measured.items()
-                if address in pair and not own.issuperset(pair)
-            ]
-            if kind := self._join_at(address, rates):
+        for address in sorted(self.addresses):
+            rates = [found for pair, found in measured.items() if address in pair]
+            if kind := self._join_at(address, rates, usual):
                 joined.add(kind)
         return joined
 
-    def _join_at(self, address: str, rates: Sequence[Measured]) -> str | None:
+    def _join_at(
+        self, address: str, rates: Sequence[Measured], usual: Measured | None
+    ) -> str | None:
         """Connect one address to a network, and return the network; None if its speed is unknown.
 
         Parameters
         ----------
         rates
-            Measurements between this address and other hosts.
+            Measurements between this address and other machines.
         """
         card = next((one for one in self._machine.cards if address in one.addresses), None)
         kind = card.kind if card is not None else "ethernet"
@@ -212,6 +222,9 @@ class _ClusterPart:
             latency_s = min(one.latency_s for one in rates) / 2
         elif card is not None and card.nbytes_per_s:
             rate, latency_s = card.nbytes_per_s, _LATENCY_S[kind]
+        elif usual is not None:
+            self._note(f"the network at {address} is assumed to be like those that were measured")
+            rate, latency_s = usual.nbytes_per_s, usual.latency_s / 2
         else:
             self._note(
                 f"the speed of the network at {address} is not known and was not measured; its"
@@ -290,6 +303,18 @@ class _ClusterPart:
 
     def _note(self, text: str) -> None:
         self.notes.append(f"{self.name}: {text}")
+
+
+def _between_machines(
+    parts: Iterable[_ClusterPart], measured: Mapping[tuple[str, str], Measured]
+) -> dict[tuple[str, str], Measured]:
+    """Return the measurements that crossed a network: workers of one machine do without."""
+    machine_of = {address: part for part in parts for address in part.addresses}
+    return {
+        pair: found
+        for pair, found in measured.items()
+        if machine_of.get(pair[0]) is not machine_of.get(pair[1])
+    }
 
 
 def _names(visible: str | None, index: int, gpu: Gpu) -> bool:

@@ -26,7 +26,7 @@ SMALLEST_NBYTES = 128 * 2**10
 LARGEST_NBYTES = 8 * 2**20
 _GROWTH = 4
 _REPEATS = 2
-#: Most hosts of a cluster that is probed in mode `auto`.
+#: Most hosts of a cluster that is probed in mode `auto` although all speeds are reported.
 AUTOMATIC_HOSTS = 16
 
 
@@ -37,8 +37,12 @@ class ProbeTransfer(NamedTuple):
     seconds: float
 
 
+#: The reason of `why_not` that passes by itself.
+BUSY = "tasks were running"
+
+
 def why_not(
-    mode: str, *, n_hosts: int, is_described: bool, is_used: bool, is_busy: bool
+    mode: str, *, n_hosts: int, is_described: bool, is_needed: bool, is_used: bool, is_busy: bool
 ) -> str | None:
     """Return why a cluster is not probed now, or None if it is.
 
@@ -47,7 +51,9 @@ def why_not(
     mode
         `on`, `off`, or `auto`.
     is_described
-        Whether a description of the links is used.
+        Whether a description of the links by a person is used.
+    is_needed
+        Whether placement waits for the speeds of links that workers could not report.
     is_used
         Whether any decision uses measured rates.
     is_busy
@@ -59,9 +65,9 @@ def why_not(
         return "machines are described"
     if mode == "auto" and not is_used:
         return "placement does not use measured links"
-    if mode == "auto" and n_hosts > AUTOMATIC_HOSTS:
+    if mode == "auto" and n_hosts > AUTOMATIC_HOSTS and not is_needed:
         return f"there are more than {AUTOMATIC_HOSTS} hosts"
-    return "tasks were running" if is_busy else None
+    return BUSY if is_busy else None
 
 
 def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[tuple[End, End]]:
@@ -75,8 +81,8 @@ def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[t
     Returns
     -------
     list
-        At most `MAX_PAIRS` pairs: every host with the next one, both ways; then pairs within each
-        host; then hosts that are further apart.
+        At most `MAX_PAIRS` pairs: every host to the next one; then the same pairs the other way;
+        then pairs within each host; then hosts that are further apart.
     """
     by_host: dict[str, list[End]] = {}
     for end in sorted(ends):
@@ -93,12 +99,11 @@ def pairs(ends: Iterable[End], done: Collection[tuple[str, str]] = ()) -> list[t
 def _all_pairs(hosts: Sequence[Sequence[End]]) -> Iterator[tuple[End, End]]:
     n_hosts = len(hosts)
     for distance in range(1, n_hosts // 2 + 1):
-        for i, (one, *_) in enumerate(hosts):
-            other = hosts[(i + distance) % n_hosts][0]
-            yield one, other
-            # Half-way round, each pair would come a second time from the other side.
-            if 2 * distance != n_hosts:
-                yield other, one
+        ring = [(one[0], hosts[(i + distance) % n_hosts][0]) for i, one in enumerate(hosts)]
+        yield from ring
+        # Half-way round, each pair would come a second time from the other side.
+        if 2 * distance != n_hosts:
+            yield from ((other, one) for one, other in ring)
         if distance == 1:
             yield from _within(hosts)
     if n_hosts == 1:

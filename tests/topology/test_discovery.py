@@ -200,6 +200,18 @@ def test_host_with_an_unknown_network_is_unconnected(seen):
     assert found.topology.path("left/gpu0", "right/gpu0").bandwidth_nbytes_per_s == 2e9
 
 
+def test_unmeasured_networks_are_assumed_to_be_usual(seen):
+    boxes = [one for i in range(1, 5) for one in seen("p4d", f"10.0.0.{i}", f"box{i}")]
+    rates = {(1, 2): 1e9, (2, 3): 2e9, (3, 1): 3e9}
+    measured = {
+        (f"10.0.0.{one}", f"10.0.0.{other}"): Measured(rate, 0.001)
+        for (one, other), rate in rates.items()
+    }
+    found = discover(boxes, measured)
+    assert found.topology.path("box4/gpu0", "box3/gpu0").bandwidth_nbytes_per_s == 2e9
+    assert sum("assumed to be like those" in note for note in found.notes) == 1
+
+
 def test_address_of_no_card_can_be_measured(seen):
     both = [*seen("dgx-1-half", host="left"), *seen("dgx-1-half", "10.0.0.2", "right")]
     measured = {("10.0.0.1", "10.0.0.2"): Measured(2e9, 0.001)}

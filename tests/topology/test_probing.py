@@ -39,8 +39,9 @@ def test_few_hosts_are_probed_both_ways(n_hosts):
 
 
 def test_every_one_of_many_hosts_is_probed():
-    found = probing.pairs(ends(probing.MAX_PAIRS // 2))
-    assert {end for pair in found for end in pair} == set(ends(probing.MAX_PAIRS // 2))
+    found = probing.pairs(ends(probing.MAX_PAIRS))
+    assert {source for source, _ in found} == set(ends(probing.MAX_PAIRS))
+    assert {target for _, target in found} == set(ends(probing.MAX_PAIRS))
 
 
 def test_workers_of_one_host_are_a_pair():
@@ -128,6 +129,7 @@ def test_empty_probe_answers_are_refused(answer):
         ("auto", 2, "used", None),
         ("auto", probing.AUTOMATIC_HOSTS, "used", None),
         ("auto", probing.AUTOMATIC_HOSTS + 1, "used", "more than"),
+        ("auto", probing.AUTOMATIC_HOSTS + 1, "used needed", None),
         ("auto", 2, "", "does not use"),
         ("auto", 2, "used described", "are described"),
         ("auto", 2, "used busy", "running"),
@@ -137,7 +139,7 @@ def test_empty_probe_answers_are_refused(answer):
     ],
 )
 def test_cluster_is_probed_when_the_setting_says_so(mode, n_hosts, said, why):
-    about = {f"is_{one}": one in said for one in ("described", "used", "busy")}
+    about = {f"is_{one}": one in said for one in ("described", "needed", "used", "busy")}
     found = probing.why_not(mode, n_hosts=n_hosts, **about)
     assert (found is None) == (why is None)
     assert why is None or why in found

@@ -124,7 +124,7 @@ class ClusterLinks:
 
     def add(self, ws: WorkerState) -> None:
         """Add a worker that joined."""
-        was_described = self._all_described()
+        was_described = self.are_described()
         self._ends[ws.address] = End(ws.address, ws.host)
         self._forget_outlets()
         location = self._locate(ws)
@@ -153,6 +153,8 @@ class ClusterLinks:
     def describe(self, topology: Topology, workers: Iterable[WorkerState]) -> None:
         """Replace the description. What was measured stays."""
         self._topology = topology
+        # Workers without a location would count as undescribed while they are added one by one.
+        self._ends.clear()
         for memo in (self._locations, self._n_workers_on, self._examples, self._uplinks):
             memo.clear()
         self._between.clear()
@@ -279,7 +281,7 @@ class ClusterLinks:
         location = self._locations.get(address)
         # Bandwidths between workers on one node are learned, and so are those of undescribed
         # workers.
-        if location is None or self._n_workers_on[location.node] > 1 or not self._all_described():
+        if location is None or self._n_workers_on[location.node] > 1 or not self.are_described():
             return math.inf
         assert self._topology is not None
         return self._topology.widest_nbytes_per_s(location.node)
@@ -337,12 +339,12 @@ class ClusterLinks:
     def uncertainty(self) -> float:
         """Return the factor by which links may differ from estimates; 1 if all are described."""
         if self._uncertainty is None:
-            is_certain = self._all_described() and not self._is_discovered
+            is_certain = self.are_described() and not self._is_discovered
             self._uncertainty = 1.0 if is_certain else self._learned.uncertainty()
         return self._uncertainty
 
-    def _all_described(self) -> bool:
-        """Return whether all hosts and the paths between them are described."""
+    def are_described(self) -> bool:
+        """Return whether all workers' hosts and the paths between them are described."""
         if self._is_described is None:
             self._is_described = self._locations.keys() >= self._ends.keys() and all(
                 map(
@@ -357,7 +359,7 @@ class ClusterLinks:
         self._count_path()
         location = self._locations.get(address)
         near = _Memo(partial(self._find, address))
-        if location is None or not self._all_described():
+        if location is None or not self.are_described():
             return Place(address, address, near, near)
         far = self._far_paths.get(location.outside)
         if far is None:

@@ -39,6 +39,9 @@ _NO_ANSWER = "no answer in {:g} s"
 _PROBE_DEADLINE_S = 4 * probing.MAX_PAIR_S
 #: Weight of a measurement, in ordinary transfers.
 _WEIGHT = 4
+#: Pause before asking again whether tasks still run. Dask offers no event for their end.
+_RETRY_S = 1.0
+_TASKS_BEGAN = "tasks began to run"
 #: Most problems of workers that are kept.
 _MAX_PROBLEMS = 16
 
@@ -62,6 +65,7 @@ class Machines:
         self._state, self._reason = "not run", ""
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._learner: Placement | None = None
         self._discovering: asyncio.Task[None] | None = None
         #: Set if workers change while machines are being discovered.
@@ -142,10 +146,26 @@ class Machines:
         Called when all present workers have reported.
         """
         self._discover_if_wanted()
+        self._start_probing()
+
+    def _start_probing(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe_if_wanted())
 
+    def _try_again(self) -> None:
+        """Probe once no task runs."""
+        if self._is_busy():
+            self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._try_again)
+        else:
+            self._start_probing()
+
     async def _probe_if_wanted(self) -> None:
+        if self._discovering is not None:
+            # The reports say which speeds are missing.
+            await asyncio.wait([self._discovering])
         # More workers may join during the probe.
         while probing.pairs(self._endpoints(), self._tried):
             why_not = probing.why_not(
@@ -153,22 +173,33 @@ class Machines:
                 n_hosts=len({end.host for end in self._endpoints()}),
                 # Discovered links are scaled to what is measured, and some have no known speed.
                 is_described=self._is_any_described() and not self.is_discovered,
+                is_needed=self._is_speed_missing(),
                 is_used=self._learner is not None,
                 is_busy=self._is_busy(),
             )
             if why_not is not None:
                 if not self._measured:
                     self._state, self._reason = "not run", why_not
+                if why_not == probing.BUSY:
+                    self._try_again()
                 return
             try:
-                await self._probe(lambda: "tasks began to run" if self._is_busy() else None)
+                await self._probe(lambda: _TASKS_BEGAN if self._is_busy() else None)
             except Exception as error:
                 # The probe is optional, so its failure only goes to the log and the status.
                 self._state, self._reason = "failed", repr(error)
                 logger.error("the probe of links failed", exc_info=error)
             self._discover_if_wanted()
-            if self._state != "done":
+            if self._state != "done" and self._reason != _TASKS_BEGAN:
                 return
+
+    def _is_speed_missing(self) -> bool:
+        """Return whether discovered machines lack a link that no worker could report."""
+        return (
+            self.is_discovered
+            and self._learner is not None
+            and not self._learner.are_links_described()
+        )
 
     def _undescribed(self) -> list[str]:
         """Return the workers on no described machine, if placement uses a description."""
@@ -324,6 +355,7 @@ class Machines:
         return {
             "file": self._settings.file if self.is_described else None,
             "undescribed": self._undescribed(),
+            "is_speed_missing": self._is_speed_missing(),
             "hosts": len({ws.host for ws in self._scheduler.workers.values()}),
             "probe": {
                 "state": self._state,
@@ -338,6 +370,8 @@ class Machines:
 
     async def close(self) -> None:
         """Stop measuring."""
+        if self._retry is not None:
+            self._retry.cancel()
         tasks = [task for task in (self._probing, self._discovering) if task is not None]
         for task in tasks:
             task.cancel()

@@ -86,8 +86,11 @@ def test_a_new_description_keeps_what_was_measured(discovered):
     assert discovered.undescribed() == sorted(one.address for one in EVERYBODY)
     discovered.describe(load("two-hosts"), EVERYBODY)
     assert discovered.undescribed() == [STRANGER.address]
+    assert not discovered.are_described()
     discovered.remove(STRANGER.address)
     assert discovered(RIGHT0.address, LEFT0.address) == before
+    discovered.describe(load("two-hosts"), EVERYBODY[:-1])
+    assert discovered.are_described()
 
 
 def test_undescribed_workers_are_reachable(described):

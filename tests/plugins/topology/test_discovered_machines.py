@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 from dask_gpurt.config import DISCOVERED, TopologySettings
 from dask_gpurt.plugins.topology import cluster_machines as machines_module
 from dask_gpurt.plugins.topology.cluster_machines import Machines
-from tests.plugins.topology.test_cluster_machines import RATE, Cluster, Learner, run, settled
+from tests.plugins.topology.test_cluster_machines import (
+    RATE,
+    Cluster,
+    Learner,
+    address,
+    run,
+    settled,
+)
 
 
 async def undiscovered(cluster, probe="off"):
@@ -77,6 +88,39 @@ def test_machines_are_not_discovered_for_stock_placement():
         await settled(found)
         assert cluster.asked == []
         await found.close()
+
+    run(go())
+
+
+def test_links_are_measured_once_tasks_end(monkeypatch):
+    monkeypatch.setattr(machines_module, "_RETRY_S", 0.001)
+
+    async def go():
+        cluster = Cluster(2)
+        processing = cluster.workers[address(0)].processing
+        processing["task"] = 1
+        found, learner = await discovered(cluster, probe="auto")
+        assert found.summary()["probe"]["reason"] == "tasks were running"
+
+        measured = asyncio.Event()
+        learner.observe = lambda target, rates: len(cluster.probed()) == 2 and measured.set()
+        processing.clear()
+        await measured.wait()
+        await found.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("is_speed_reported", [True, False])
+def test_many_hosts_are_measured_if_a_speed_is_missing(is_speed_reported):
+    async def go():
+        cluster, learner = Cluster(17), Learner()
+        learner.are_links_described = lambda: is_speed_reported
+        found = await undiscovered(cluster, probe="auto")
+        found.set_learner(learner)
+        await settled(found)
+        assert bool(cluster.probed()) != is_speed_reported
+        assert found.summary()["is_speed_missing"] != is_speed_reported
 
     run(go())
 
