@@ -1,4 +1,4 @@
-"""Makespans of simulated computations, with stock placement and with a policy, on three machines.
+"""Makespans of simulated computations, with stock placement and with a policy, on four machines.
 
 distributed's own scheduler drives modelled workers in virtual time. Runs are deterministic:
 `--policy stock` checks that two runs of stock are equal. But a microsecond can change the order of
@@ -38,12 +38,19 @@ from dask_gpurt.simulate.result import Result
 from dask_gpurt.simulate.workload import Workload
 from dask_gpurt.topology.model import Topology
 
+
+def twice_the_hosts() -> ClusterModel:
+    return nvlink_hosts(16, 8)
+
+
 #: Machines, each with a scale of examples that fits it: about four blocks for each worker, and the
 #: rates of GPUs or of processors.
 MACHINES: tuple[tuple[Callable[[], ClusterModel], Scale], ...] = (
     (nvlink_hosts, Scale(side=16, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (pcie_gpus, Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
     (one_slow_nic, Scale(side=12, block_nbytes=100_000_000, load_rate=0.5e9, rate=2e9)),
+    # Fewer blocks than workers: what is joined may well be on different hosts.
+    (twice_the_hosts, Scale(side=8, block_nbytes=500_000_000, load_rate=5e9, rate=100e9)),
 )
 
 #: Largest change of a task's duration in a draw, as a share of the duration.

@@ -91,10 +91,10 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
     spare, idle = scheduler.idle_task_count, scheduler.idle
     if not spare:
         return None
-    for some in (spare, idle.values()):
-        for ws in islice(some, _MAX_SCANNED):
-            if not ws.processing and ws in spare:
-                return ws
+    # In the order of stock Dask's scan. In the order of addresses, tasks would crowd on few hosts.
+    found = next((ws for ws in spare if not ws.processing), None)
+    if found is not None:
+        return found
     if len(idle) > _MAX_SCANNED:
         return None
     # All workers with a free thread are among these; others have a task per thread at least.

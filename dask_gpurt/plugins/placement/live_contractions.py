@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Least products that need the one operand, and the other. With fewer there is little to save.
 MIN_USES, MIN_MOST_USES = 2, 3
-#: With fewer outputs per host, a plan keeps hosts waiting.
-MIN_OUTPUTS_PER_HOST = 4
 #: Limit of tasks from a product to its output, and of tasks of an output with its products.
 MAX_STEPS = 8
 MAX_TASKS = 512
@@ -56,30 +54,35 @@ class Contractions:
         planned = self._planned(product)
         return planned and planned[1]
 
-    def planned_host_of(self, root: TaskState) -> str | None:
-        """Return the host planned for a root task that makes an operand; None for other tasks."""
+    def host_of_root(self, root: TaskState) -> tuple[bool, str | None]:
+        """Return whether a root task makes an operand, and the host planned for it, if any.
+
+        Where hosts differ, no task counts as one that makes an operand.
+        """
         if not self._alike_hosts():
-            return None
+            return False, None
         operand = root
         for _ in range(MAX_CHAIN):
             if not operand.dependents:
-                return None
+                return False, None
             # The plan assigns products in Dask's order.
             user = min(operand.dependents, key=_priority)
             if len(user.dependencies) > 1:
                 if len(operand.dependents) < MIN_USES:
-                    return None
+                    return False, None
                 planned = self._planned(user)
-                return planned and planned[0].host_of_operand(operand.key)
+                if planned is None:
+                    return _is_product(user), None
+                return True, planned[0].host_of_operand(operand.key)
             operand = user
-        return None
+        return False, None
 
     def _planned(self, product: TaskState) -> tuple[ContractionPlan, str] | None:
         if _group(product) in self._unplanned:
             return None
         if not _is_product(product) or not (hosts := self._alike_hosts()):
             return None
-        output = _output_of(product, MIN_OUTPUTS_PER_HOST * len(hosts))
+        output = _output_of(product, len(hosts))
         if output is None:
             return None
         one, other = sorted(product.dependencies, key=_group)
@@ -89,7 +92,7 @@ class Contractions:
         else:
             rows, columns = self._sides(product, one, other)
             # The output found here may be a part of a larger one, of which there are more.
-            is_enough = rows.length * columns.length >= MIN_OUTPUTS_PER_HOST * len(hosts)
+            is_enough = rows.length * columns.length >= len(hosts)
             shape = grid(len(hosts), rows, columns) if is_enough else None
             plan = self._plans[groups] = None if shape is None else ContractionPlan(hosts, shape)
             if len(self._plans) > MAX_PLANS:

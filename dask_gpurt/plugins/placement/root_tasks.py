@@ -7,8 +7,9 @@ the first of these that applies:
    (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
    was planned for it (`dask_gpurt.placement.contractions`).
 2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
-   Dask orders tasks so that neighbours are needed together. Tasks whose outputs are joined with
-   nothing stay with stock Dask.
+   Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
+   Dask, which spreads them: those whose outputs are joined with nothing, those joined with more
+   than one host makes, and operands without a plan. Results that go to many hosts need many links.
 
 Two kinds of workers are then avoided:
 
@@ -87,13 +88,21 @@ class RootTasks:
             Whether the task may stay in the scheduler's queue.
         """
         is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
-        chosen = self._next_to_siblings(ts, stock, is_queueing=is_queueing)
-        planned_host = self._contractions.planned_host_of(ts)
+        is_operand, planned_host = self._contractions.host_of_root(ts)
+        is_unplanned = is_operand and planned_host is None
+        chosen = (
+            None if is_unplanned else self._next_to_siblings(ts, stock, is_queueing=is_queueing)
+        )
         if planned_host is not None and (chosen is None or chosen.host != planned_host):
             chosen = self._free_on_planned_host(planned_host, is_queueing=is_queueing) or chosen
         if chosen is None:
-            is_joined = is_queueing and self._view.joins.may_be_joined(ts)
-            chosen = self._on_last_host(stock, is_queued=may_wait) if is_joined else stock
+            is_joined_here = (
+                is_queueing
+                and not is_unplanned
+                and self._view.joins.may_be_joined(ts)
+                and not self._is_joined_elsewhere(ts)
+            )
+            chosen = self._on_last_host(stock, is_queued=may_wait) if is_joined_here else stock
             if is_queueing and self._is_behind_slow_link(chosen):
                 found = self._avoid_slow_link(ts, chosen, may_wait=may_wait)
                 if found is None:

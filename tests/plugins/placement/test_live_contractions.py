@@ -56,20 +56,20 @@ def crossing_nbytes(result):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Record questions about products and operands; return those with an answer."""
+    """Record questions about products and operands; return those with a host for an answer."""
     answers = []
 
-    def noting(stock):
+    def noting(stock, host_of):
         def answer(self, ts):
             found = stock(self, ts)
-            if found is not None:
-                answers.append((ts.key, found))
+            if (host := host_of(found)) is not None:
+                answers.append((ts.key, host))
             return found
 
         return answer
 
-    for name in ("host_of", "planned_host_of"):
-        monkeypatch.setattr(Contractions, name, noting(getattr(Contractions, name)))
+    for name, host_of in (("host_of", lambda host: host), ("host_of_root", lambda found: found[1])):
+        monkeypatch.setattr(Contractions, name, noting(getattr(Contractions, name), host_of))
     return answers
 
 
@@ -143,14 +143,32 @@ def test_unequal_or_single_hosts_get_no_grid(asked, machine):
 
 @pytest.mark.parametrize(
     ("side", "n_hosts"),
-    # 7 rows of outputs cannot be divided evenly among 3 hosts. 4 times 4 outputs are only 2 for
-    # each of 8 hosts; the 64 products do not count.
-    [(14, 3), (8, 8)],
+    # 7 rows of outputs cannot be divided evenly among 3 hosts. 4 times 4 outputs are fewer than 20
+    # hosts; the 64 products do not count.
+    [(14, 3), (8, 20)],
 )
 def test_outputs_too_few_for_the_hosts_get_no_grid(asked, side, n_hosts):
     machine = boxes(n_hosts, 1)
     simulate(matmul(replace(SCALE, side=side)), machine, told(machine))
     assert not asked
+
+
+def test_operands_without_a_grid_are_spread_as_by_stock_dask(asked):
+    machine = gpu_hosts(16, 8, nic_bandwidth=12e9, nvlink=True)
+    model = matmul(replace(SCALE, side=10))
+    placed = []
+    for install in (None, told(machine_of("boxes", machine))):
+        run = simulate(model, machine_of("boxes", machine), install)
+        placed.append({one.key: one.worker for one in run.tasks if "like" in one.key})
+    assert not asked
+    assert placed[0] == placed[1]
+
+
+def test_outputs_as_many_as_hosts_get_a_grid(asked):
+    machine = boxes(16, 1)
+    stock, found = simulate(matmul(SCALE), machine), simulate(matmul(SCALE), machine, told(machine))
+    assert len({host for _, host in asked}) == 16
+    assert found.makespan_s < 0.6 * stock.makespan_s
 
 
 def test_grid_is_renewed_when_a_host_is_gone(asked):
