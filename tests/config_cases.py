@@ -38,7 +38,7 @@ DEFAULTS = Settings(
     ),
     devices=DeviceSettings(shape_launches=False),
     placement=PlacementSettings(enabled=True, policy="auto"),
-    topology=TopologySettings(file=None, text=None, probe="auto"),
+    topology=TopologySettings(file="auto", text=None, probe="auto"),
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dask_gpurt
+from dask_gpurt import config
 from dask_gpurt.command.checks.local import Finding, Level, local_findings
 from dask_gpurt.command.checks.pod import pod_facts, pod_findings
 from dask_gpurt.command.checks.slurm import job_facts, slurm_findings
@@ -172,14 +173,17 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     topology = found.get("topology")
     if topology is None:
         return []
-    if undescribed := topology["undescribed"]:
-        n_workers, file = len(found["workers"]), topology["file"]
-        named = ", ".join(undescribed[:_MAX_NAMED]) + ", ..." * (len(undescribed) > _MAX_NAMED)
+    undescribed, file = topology["undescribed"], topology["file"]
+    n_workers = len(found["workers"])
+    named = ", ".join(undescribed[:_MAX_NAMED]) + ", ..." * (len(undescribed) > _MAX_NAMED)
+    if file == config.DISCOVERED:
+        findings = [_reported(topology, n_workers, named)]
+    elif undescribed:
         text = f"{len(undescribed)} of {n_workers} workers are on no host of {file}: {named}"
         remedy = "correct `addresses` of its hosts, or `workers` of its devices"
         findings = [Finding("problem", "topology", text, remedy)]
-    elif topology["file"] is not None:
-        findings = [Finding("ok", "topology", f"machines are described in {topology['file']}")]
+    elif file is not None:
+        findings = [Finding("ok", "topology", f"machines are described in {file}")]
     elif topology["hosts"] > 1:
         by_cost = (found.get("placement") or {}).get("policy") == "data-aware"
         so = "bandwidths are learnt" if by_cost else "stock Dask places tasks"
@@ -190,7 +194,27 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
         findings = [Finding("note", "topology", text, remedy)]
     else:
         findings = [Finding("ok", "topology", "one host")]
-    probe = topology["probe"]
+    return findings + _probe(topology["probe"])
+
+
+def _reported(topology: Mapping[str, Any], n_workers: int, missing: str) -> Finding:
+    """Return whether the machines that workers report are enough for placement."""
+    if n_missing := len(topology["undescribed"]):
+        text = f"{n_missing} of {n_workers} workers have not reported their machines: {missing}"
+    elif topology["is_speed_missing"]:
+        text = "a network card reports no speed, and it was not measured"
+    else:
+        return Finding("ok", "topology", "machines are described by workers' reports")
+    remedy = (
+        "measure with `dask gpurt topology --probe` while no task runs, or name a description in"
+        " gpurt.topology.file"
+    )
+    return Finding("note", "topology", f"{text}: stock Dask places tasks", remedy)
+
+
+def _probe(probe: Mapping[str, Any]) -> list[Finding]:
+    """Return why the probe of links ended early, and the pairs that it could not measure."""
+    findings = []
     if probe["state"] in ("failed", "stopped"):
         text = f"the probe of links {probe['state']}: {probe['reason']}"
         remedy = "measure again, while no task runs, with `dask gpurt topology --probe`"

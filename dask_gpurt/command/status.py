@@ -9,6 +9,7 @@ from typing import Any
 
 from dask.utils import format_bytes
 
+from dask_gpurt import config
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
@@ -121,9 +122,14 @@ def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
     if topology is None:
         return []
     probe = topology["probe"]
-    known = topology["file"] or "not described, links are learnt"
-    if undescribed := topology["undescribed"]:
-        known += f", which lacks the hosts of {len(undescribed)} workers"
+    file, undescribed = topology["file"], topology["undescribed"]
+    if file == config.DISCOVERED:
+        known = "reported by workers"
+        known += f", {len(undescribed)} have not yet" if undescribed else ""
+        known += "; a link has no known speed" if topology["is_speed_missing"] else ""
+    else:
+        known = file or "not described, links are learnt"
+        known += f", which lacks the hosts of {len(undescribed)} workers" if undescribed else ""
     rows = [("machines", f"{topology['hosts']} hosts, {known}")]
     text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
     if probe["pairs"]:

@@ -220,8 +220,8 @@ class GpurtScheduler(SchedulerPlugin):
         self._stop_placement()
         if self.settings.placement.enabled:
             policy = self.settings.placement.policy
-            if policy == "auto" and not self.machines.is_described:
-                policy = "stock"
+            if policy == "auto" and not self.machines.is_discovered:
+                policy = "data-aware" if self.machines.is_described else "stock"
             self.placement = Placement(
                 self.scheduler,
                 policy,

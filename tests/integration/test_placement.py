@@ -135,11 +135,11 @@ def test_placement_can_be_switched_on_a_live_cluster(four):
     assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"
 
 
-def test_automatic_placement_needs_a_machine_description(four):
+def test_automatic_placement_needs_known_links(four):
     client = four.enabled
     described = pathlib.Path(__file__).parents[1] / "data" / "topologies" / "two-hosts.yaml"
     auto = {"gpurt.placement.policy": "auto"}
-    with settings_of(client, **auto):
+    with settings_of(client, **auto, **{"gpurt.topology.file": None}):
         assert dask_gpurt.status(client)["placement"]["policy"] == "stock"
     with settings_of(client, **auto, **{"gpurt.topology.file": str(described)}):
         assert dask_gpurt.status(client)["placement"]["policy"] == "data-aware"

@@ -182,16 +182,30 @@ def test_command_writes_a_usable_description(cluster, tmp_path, capsys):
 
 
 def test_reported_machines_switch_placement_on(cluster):
-    settings = {"gpurt.topology.file": "auto", "gpurt.topology.probe": "off"}
-    with dask.config.set(settings):
-        dask_gpurt.enable(cluster)
+    dask_gpurt.enable(cluster)
     poll_for(lambda: not dask_gpurt.status(cluster)["topology"]["undescribed"], timeout=20)
     found = dask_gpurt.status(cluster)
     assert found["topology"]["file"] == "auto"
     assert found["placement"]["policy"] == "data-aware"
     assert cluster.submit(sum, [cluster.submit(int, 3), 4]).result() == 7
-    dask_gpurt.enable(cluster)
+    said = doctor._topology(found)
+    assert said[0].text == "machines are described by workers' reports"
+    with dask.config.set({"gpurt.topology.file": None}):
+        dask_gpurt.enable(cluster)
     assert dask_gpurt.status(cluster)["placement"]["policy"] == "stock"
+
+
+def test_doctor_says_why_stock_dask_places_tasks():
+    probe = {"state": "done", "reason": "", "problems": {}}
+    topology = {"file": "auto", "undescribed": [], "is_speed_missing": True, "probe": probe}
+    (said,) = doctor._topology({"topology": topology, "workers": {"a": {}}})
+    assert said.level == "note"
+    assert "network card reports no speed" in said.text
+    assert "stock Dask places tasks" in said.text
+    assert "dask gpurt topology --probe" in said.remedy
+    topology["undescribed"] = ["a"]
+    (said,) = doctor._topology({"topology": topology, "workers": {"a": {}}})
+    assert "1 of 1 workers have not reported their machines: a" in said.text
 
 
 VERSIONS = {"client": {}, "scheduler": {}, "workers": {}}
@@ -285,7 +299,10 @@ def test_many_hosts_are_summarised(tmp_path, capsys):
 
 def test_undescribed_hosts_get_advice_on_the_description():
     probe = {"state": "stopped", "reason": "tasks began to run", "problems": {"x to y": "lost"}}
-    found = {"topology": {"file": None, "undescribed": [], "hosts": 2, "probe": probe}}
+    found = {
+        "topology": {"file": None, "undescribed": [], "hosts": 2, "probe": probe},
+        "workers": {},
+    }
     said = doctor._topology(found)
     assert [one.level for one in said] == ["note"] * 3
     assert "dask gpurt topology" in said[0].remedy

@@ -288,6 +288,7 @@ class Machines:
             self._spent_s = 0.0
             self._probing = asyncio.create_task(self._probe(lambda: None))
             await self._probing
+            self._discover_if_wanted()
         seen, measured = self._seen(), self._rates()
         # For hundreds of hosts this takes seconds.
         text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
