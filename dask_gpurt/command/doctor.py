@@ -18,7 +18,7 @@ import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.command.checks.local import Finding, Level, local_findings
 from dask_gpurt.command.checks.pod import pod_facts, pod_findings
-from dask_gpurt.command.checks.slurm import job_facts, slurm_findings
+from dask_gpurt.command.checks.slurm import job_environ, job_facts, slurm_findings
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width, wrapped
@@ -41,7 +41,7 @@ def examine(scheduler: str | None, scheduler_file: Path | None, as_json: bool) -
     # A finding reports an invalid setting. The warning would repeat it.
     with silent("dask_gpurt"):
         seen = job_facts()
-        findings = local_findings() + slurm_findings(os.environ, seen)
+        findings = local_findings() + slurm_findings(job_environ(os.environ), seen)
         findings += pod_findings(os.environ, pod_facts(seen))
     failure: ConnectError | None = None
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -108,6 +109,12 @@ def _release(version: Any) -> Version:
         return Version("0")
 
 
+def _place() -> str:
+    """Return where this process runs, in words: a job's log and environment are found by its id."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"on host {socket.gethostname()}" + (f" in SLURM job {job}" if job else "")
+
+
 class GpurtWorker(WorkerPlugin):
     """A worker plugin that attaches the runtime if versions match those of the scheduler.
 
@@ -137,7 +144,7 @@ class GpurtWorker(WorkerPlugin):
             await asyncio.sleep(0)
         problem = self._attach(worker)
         if problem is not None:
-            problem = f"worker {worker.address} on host {socket.gethostname()}: {problem}"
+            problem = f"worker {worker.address} {_place()}: {problem}"
             logging.getLogger("dask_gpurt").error("%s", problem)
         await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 

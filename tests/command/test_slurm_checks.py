@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
-from dask_gpurt.command.checks.slurm import JobFacts, job_facts, slurm_findings
+from dask_gpurt.command.checks.slurm import (
+    JobFacts,
+    job_environ,
+    job_facts,
+    said_by_scontrol,
+    slurm_findings,
+)
 from tests.command.conftest import Shell
 
 GIB = 1 << 30
@@ -71,6 +78,36 @@ def test_memory_for_each_core_is_added_up() -> None:
 def test_job_without_a_memory_limit_is_no_problem() -> None:
     environ = {**JOB, "SLURM_MEM_PER_NODE": "0"}
     assert "slurm memory" not in said(environ, replace(SEEN, memory_nbytes=64 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ("MinMemoryNode=100M", {"SLURM_MEM_PER_NODE": "100"}),
+        ("MinMemoryNode=2.50G", {"SLURM_MEM_PER_NODE": "2560"}),
+        ("MinMemoryCPU=3G", {"SLURM_MEM_PER_CPU": "3072"}),
+        ("MinMemoryNode=0", {}),
+        ("MinMemoryNode=N/A", {}),
+        ("", {}),
+    ],
+)
+def test_memory_of_a_job_is_read_from_scontrol(memory: str, expected: dict[str, str]) -> None:
+    text = f"JobId=1 JobName=bash EndTime=Unknown NumCPUs=1 MinCPUsNode=1 {memory} MinTmpDiskNode=0"
+    assert said_by_scontrol(text) == expected
+
+
+def test_end_of_a_job_is_read_from_scontrol() -> None:
+    text = "StartTime=2026-11-26T16:36:35 EndTime=2026-11-26T16:41:35 Deadline=N/A"
+    end = datetime(2026, 11, 26, 16, 41, 35).timestamp()
+    assert said_by_scontrol(text) == {"SLURM_JOB_END_TIME": f"{end:.0f}"}
+
+
+def test_without_scontrol_the_environment_says_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert job_environ({"SLURM_JOB_ID": "17"}) == {"SLURM_JOB_ID": "17"}
+    assert job_environ({"HOME": "/"}) == {"HOME": "/"}
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,17 @@ SLURM tells a job in environment variables what it was given. A job may be given
 has, and Dask does not always see that: where SLURM confines jobs by counting alone, Dask sees all
 cores and all memory of the node, and SLURM ends the job that uses them.
 
-`slurm_findings` decides from plain facts; `job_facts` reads them from this process.
+`slurm_findings` decides from plain facts; `job_facts` reads them from this process. `job_environ`
+asks SLURM for facts that it leaves out of the environment: older versions leave out the end of a
+job, and the memory where `srun` started it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,6 +30,10 @@ from dask_gpurt.errors import ConfigError
 _SHARED = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "ceph", "cifs", "fuse.sshfs", "orangefs"}
 #: Variables that name a local directory of the job, by their usual names.
 _SCRATCH = ("SLURM_TMPDIR", "LOCAL_SCRATCH", "TMPDIR")
+#: Variables that some versions do not set, and fields of `scontrol show job` with the memory.
+_ON_REQUEST = ("SLURM_JOB_END_TIME", "SLURM_MEM_PER_NODE")
+_MEMORY = {"MinMemoryNode": "SLURM_MEM_PER_NODE", "MinMemoryCPU": "SLURM_MEM_PER_CPU"}
+_ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,33 @@ def slurm_findings(environ: Mapping[str, str], facts: JobFacts) -> list[Finding]
     return found
 
 
+def job_environ(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment, with what SLURM says about the job on request."""
+    job = environ.get("SLURM_JOB_ID")
+    if job is None or all(name in environ for name in _ON_REQUEST):
+        return environ
+    try:
+        command = ["scontrol", "--oneliner", "show", "job", job]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return environ
+    return {**said_by_scontrol(asked.stdout), **environ}
+
+
+def said_by_scontrol(text: str) -> dict[str, str]:
+    """Return what `scontrol show job` says, as the environment variables of newer versions."""
+    said = dict(re.findall(r"(\w+)=(\S+)", text))
+    found = {}
+    if (end := said.get("EndTime")) is not None:
+        with contextlib.suppress(ValueError):  # such as Unknown
+            found["SLURM_JOB_END_TIME"] = f"{datetime.fromisoformat(end).timestamp():.0f}"
+    for field, name in _MEMORY.items():
+        if amount := re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])", said.get(field, "")):
+            mib = float(amount[1]) * (1 << {"M": 0, "G": 10, "T": 20}[amount[2]])
+            found[name] = str(int(mib))
+    return found
+
+
 def job_facts() -> JobFacts:
     """Return what Dask sees in this process."""
     from dask.system import CPU_COUNT
@@ -95,7 +130,7 @@ def _described(environ: Mapping[str, str]) -> str:
     if "SLURMD_NODENAME" in environ:
         parts[0] += f" on {environ['SLURMD_NODENAME']}"
     if (n_cores := _n_cores(environ)) is not None:
-        parts.append(f"{n_cores} cores")
+        parts.append(f"{n_cores} core" + "s" * (n_cores != 1))
     if (memory_nbytes := _memory_nbytes(environ)) is not None:
         parts.append(f"{memory_nbytes >> 20} MiB")
     gpus = environ.get("SLURM_JOB_GPUS") or environ.get("SLURM_STEP_GPUS")

@@ -1,0 +1,172 @@
+"""Jobs come, leave, are cancelled and reach their end while a program runs: it ends right.
+
+Gates hold tasks until the test has seen the state that it waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client
+from distributed.diagnostics.plugin import SchedulerPlugin
+
+import dask_gpurt
+from tests.deploy.slurm.job_cluster import SMALL_MEMORY, JobCluster, cluster_of_jobs
+from tests.deploy.slurm.throwaway import Slurm
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
+from tests.failure.memory_stage import expected_sums, make_block, sums_of
+from tests.failure.stage import N_INPUTS, expected, frame, make_input
+from tests.integration.comparing import assert_same_partitions
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+#: Enough that not all of them fit into the memory of two workers with 64 MiB.
+N_BLOCKS = 60
+
+
+def shuffle(client: Client, gates: dict[int, str]) -> list[Any]:
+    """Start the shuffle of `stage`, and return futures of its outputs.
+
+    Parameters
+    ----------
+    gates
+        Gates at which input partitions wait, by their numbers.
+    """
+    import dask.dataframe as dd
+
+    inputs = [
+        dask.delayed(make_input, pure=False)(number, gates.get(number), {})
+        for number in range(N_INPUTS)
+    ]
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        lazy = dd.from_delayed(inputs, meta=frame(0).iloc[:0], verify_meta=False)
+        return list(client.compute(lazy.shuffle("key", npartitions=N_INPUTS).to_delayed()))
+
+
+def results(client: Client, futures: list[Any]) -> list[Any]:
+    return [future.result(timeout=DEADLINE_S) for future in futures]
+
+
+def workers(jobs: JobCluster) -> set[str]:
+    return set(jobs.client.scheduler_info(n_workers=-1)["workers"])
+
+
+def runs_on(jobs: JobCluster) -> set[str]:
+    """Return the workers that take part in a shuffle, or did."""
+    reports = dask_gpurt.status(jobs.client)["workers"]
+    return {worker for worker, report in reports.items() if report and report["runs"]}
+
+
+def spilled_nbytes(jobs: JobCluster, worker: str) -> int:
+    memory = dask_gpurt.status(jobs.client)["workers"][worker]["memory"]
+    (disk,) = (level for level in memory["levels"] if level["name"] == "disk")
+    return int(disk["used_nbytes"])
+
+
+def test_job_is_cancelled_in_mid_shuffle(slurm: Slurm) -> None:
+    with cluster_of_jobs(slurm, 2) as jobs, Gate() as gate:
+        outputs = shuffle(jobs.client, {N_INPUTS - 1: gate.path})
+        gate.wait_for()
+        until(lambda: len(runs_on(jobs)) == 2, "the shuffle does not reach both workers")
+        victim, job = sorted(jobs.jobs().items())[0]
+        slurm.ask("scancel", job)
+        jobs.departures.wait_for(victim)
+        gate.open()
+        assert_same_partitions(results(jobs.client, outputs), expected())
+        assert dask_gpurt.status(jobs.client)["runs"]["stock"] == 0
+        slurm.wait_for_state(job, "CANCELLED")
+
+
+def make_held_block(number: int, gate: str) -> Any:
+    pass_gate(gate)
+    return make_block(number)
+
+
+def test_job_is_killed_in_mid_spill(slurm: Slurm) -> None:
+    """SLURM kills all processes of the job at once, as it does at the end of its memory."""
+    with cluster_of_jobs(slurm, 2, SMALL_MEMORY, memory="64MiB") as jobs, Gate() as gate:
+        blocks = jobs.client.map(make_block, range(N_BLOCKS - 1))
+        blocks.append(jobs.client.submit(make_held_block, N_BLOCKS - 1, gate.path))
+        gate.wait_for()
+        victim, job = sorted(jobs.jobs().items())[0]
+        until(lambda: spilled_nbytes(jobs, victim) > 0, "the worker does not spill")
+        slurm.ask("scancel", "--signal=KILL", "--full", job)
+        jobs.departures.wait_for(victim)
+        gate.open()
+        assert sums_of(jobs.client, blocks) == expected_sums(N_BLOCKS)
+        (survivor,) = workers(jobs)
+        assert spilled_nbytes(jobs, survivor) > 0
+
+
+def test_jobs_are_added_and_removed_during_a_shuffle(slurm: Slurm) -> None:
+    quickly = {"interval": "200ms", "target_duration": "500ms", "wait_count": 2}
+    with cluster_of_jobs(slurm, 1) as jobs, Gate() as many, Gate() as last:
+        jobs.cluster.adapt(minimum_jobs=1, maximum_jobs=3, **quickly)
+        held = dict.fromkeys(range(1, N_INPUTS - 1), many.path)
+        outputs = shuffle(jobs.client, {**held, N_INPUTS - 1: last.path})
+        # Tasks wait, so that more workers are wanted.
+        until(lambda: len(workers(jobs)) == 3, "no jobs are added")
+        many.open()
+        last.wait_for()
+        until(lambda: len(runs_on(jobs)) > 1, "the shuffle does not reach several workers")
+        # Only one task is left, so that other workers are not wanted.
+        until(lambda: len(workers(jobs)) < 3, "no job is removed")
+        last.open()
+        assert_same_partitions(results(jobs.client, outputs), expected())
+        until(lambda: len(workers(jobs)) == 1, "jobs without work are not removed")
+        # Values of those that left moved to the one that stays.
+        assert_same_partitions(results(jobs.client, outputs), expected())
+        assert dask_gpurt.status(jobs.client)["runs"]["stock"] == 0
+
+
+class Computations(SchedulerPlugin):
+    """A scheduler plugin that counts how often each key was computed."""
+
+    name = "computations"
+
+    def __init__(self) -> None:
+        self.counts: Counter[Any] = Counter()
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        if (start, finish) == ("processing", "memory"):
+            self.counts[key] += 1
+
+
+def test_job_that_nears_its_end_hands_its_values_on(slurm: Slurm) -> None:
+    """Workers on node n1 retire before their job's end. Nothing is lost or computed twice."""
+    lifetime = 'LIFETIME=$([ "$SLURMD_NODENAME" = n1 ] && echo 10s || echo 1h)'
+    options = {"worker_extra_args": ["--lifetime", "$LIFETIME"], "walltime": "00:01:00"}
+    computed = Computations()
+    with cluster_of_jobs(slurm, 2, [lifetime], **options) as jobs:
+        # A job that ended is replaced.
+        jobs.cluster.adapt(minimum_jobs=2, maximum_jobs=2, interval="200ms")
+        jobs.cluster.scheduler.add_plugin(computed)
+        values: list[Any] = []
+        leaving: set[str] = set()
+
+        def hold_values() -> bool:
+            """Make values until the worker that will leave has some."""
+            values.extend(jobs.client.map(make_block, range(len(values), len(values) + 8)))
+            values.extend(shuffle(jobs.client, {}))
+            results(jobs.client, values)
+            nodes = jobs.environ("SLURMD_NODENAME")
+            has = jobs.client.has_what()
+            leaving.update(one for one, node in nodes.items() if node == "n1" and has.get(one))
+            return bool(leaving)
+
+        until(hold_values, "no worker on n1 has values")
+        victim = leaving.pop()
+        job = jobs.jobs()[victim]
+        jobs.departures.wait_for(victim)
+        slurm.wait_for_state(job, "COMPLETED")
+        found = results(jobs.client, values)
+        for first in range(0, len(values), 8 + N_INPUTS):
+            made = found[first : first + 8]
+            assert [block.tolist() for block in made] == [
+                make_block(number).tolist() for number in range(first, first + 8)
+            ]
+            assert_same_partitions(found[first + 8 : first + 8 + N_INPUTS], expected())
+        assert {computed.counts[future.key] for future in values} == {1}
