@@ -142,7 +142,8 @@ class Machine:
     name
         Host name.
     boot
-        Random id of the kernel's boot. Containers on one machine have the same.
+        Random id of the kernel's boot, and the number of the network namespace. Machines of one
+        name differ in it, and so do containers of one machine with networks of their own.
     gpus
         In NVML's order.
     """

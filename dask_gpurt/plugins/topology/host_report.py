@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 #: Size of one part of a probe message. All parts are the same random bytes. Compression, if any,
 #: works part by part, so a message does not shrink.
 _PART_NBYTES = 2**20
@@ -113,16 +114,21 @@ def local_machine() -> Machine:
         for name, of in psutil.net_if_addrs().items()
     }
     return sysfs.read(
-        _SYS, name=socket.gethostname(), boot=_boot_id(), addresses=addresses, gpus=_nvml_gpus()
+        _SYS, name=socket.gethostname(), boot=_system_id(), addresses=addresses, gpus=_nvml_gpus()
     )
 
 
 _IP = (socket.AF_INET, socket.AF_INET6)
 
 
-def _boot_id() -> str:
+def _system_id() -> str:
+    """Return the identity of the running system, and of the network that this process sees.
+
+    Processes in two network namespaces of a machine, such as two containers, reach each other over
+    a network alone. So these are two hosts, even if they have one name.
+    """
     try:
-        return _BOOT_ID.read_text().strip()
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.stat().st_ino}"
     except OSError:
         return ""
 
