@@ -1,9 +1,11 @@
 """The blocks of code in the quickstart and the guides run and print the outputs shown.
 
-Blocks of a page run in order, in one folder, as processes of their own. A comment in the line
-before a block can change that:
+Blocks of a page run in order, in one folder that is also their home, as processes of their own. A
+block of bash leaves its environment to the next ones. A comment in the line before a block can
+change that:
 
     <!-- not run: REASON -->          the block needs a cluster, a GPU or a network, for example
+    <!-- needs: SLURM -->             the page is run with a SLURM, in a checkout of the package
     <!-- file: NAME -->               the block is a file that later blocks use
     <!-- stays: TEXT -->              the command keeps running; the next block starts after TEXT
     <!-- output -->                   the block is the standard output of the last one
@@ -18,14 +20,18 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+
+from tests.deploy.slurm.throwaway import running_slurm
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "docs" / "quickstart.md", *(ROOT / "docs" / "guides").glob("*.md")])
@@ -34,8 +40,14 @@ BLOCK = re.compile(
     r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-MARKS = {None, "not run", "file", "stays", "output"}
+MARKS = {None, "not run", "needs", "file", "stays", "output"}
+#: Marks of blocks that run to their end.
+RUN = {None, "needs"}
 LIMIT_S = 120
+#: What an installation from a checkout reads.
+CHECKOUT = ("dask_gpurt", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+#: Folders of pip's settings and downloads, below the home.
+PIP = (".config/pip", ".cache/pip")
 
 
 class Block(NamedTuple):
@@ -58,9 +70,31 @@ def blocks(page: pathlib.Path) -> list[Block]:
 def runs(page: pathlib.Path) -> bool:
     """Return whether a page has a block to run."""
     return any(
-        block.mark in (None, "stays") and block.language in ("bash", "python")
+        block.mark in RUN | {"stays"} and block.language in ("bash", "python")
         for block in blocks(page)
     )
+
+
+@contextlib.contextmanager
+def needs_met(page: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
+    """Provide what the blocks of a page need, or skip the test."""
+    needs = {block.said for block in blocks(page) if block.mark == "needs"}
+    assert needs <= {"SLURM"}
+    with contextlib.ExitStack() as stack:
+        if needs:
+            stack.enter_context(running_slurm())
+            pytest.importorskip("ensurepip", reason="makes a virtual environment")
+            for name in CHECKOUT:
+                source, target = ROOT / name, folder / name
+                if source.is_dir():
+                    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(source, target)
+            for name in PIP:
+                if (found := pathlib.Path.home() / name).exists():
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).symlink_to(found)
+        yield
 
 
 def a_free_port() -> int:
@@ -91,7 +125,10 @@ class Shell:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._port = str(a_free_port())
+        #: The environment at the end of a block of bash.
+        self._left = folder / "block.environment"
+        #: The test's own values for some in the pages.
+        self._replaced = {"8786": str(a_free_port()), "ib0": "lo"}
         self._running: list[subprocess.Popen[str]] = []
         scripts = str(pathlib.Path(sys.executable).parent)
         self._environment = {
@@ -102,18 +139,23 @@ class Shell:
         }
 
     def _text(self, code: str) -> str:
-        return code.replace("8786", self._port)
+        for shown, used in self._replaced.items():
+            code = code.replace(shown, used)
+        return code
 
     def save(self, name: str, code: str) -> None:
         """Write a block to a file of the folder."""
-        (self._folder / name).write_text(self._text(code))
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._text(code))
 
     def _start(self, block: Block, *, stderr: int) -> subprocess.Popen[str]:
         path = self._folder / f"block.{block.language}"
-        path.write_text(self._text(block.code))
         bash = ["bash", "-e", "-u", "-o", "pipefail"]
+        last = f"env -0 > {self._left}\n" if block.language == "bash" else ""
+        path.write_text(self._text(block.code) + last)
         process = subprocess.Popen(
-            [*(bash if block.language == "bash" else [sys.executable]), str(path)],
+            [*(bash if block.language == "bash" else ["python"]), str(path)],
             cwd=self._folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -131,6 +173,9 @@ class Shell:
         output, errors = process.communicate(timeout=LIMIT_S)
         said = f"{block.code}\nexits with {process.returncode}\n{output}\n{errors}"
         assert process.returncode == 0, said
+        if block.language == "bash":
+            variables = self._left.read_text().rstrip("\0").split("\0")
+            self._environment = dict(one.split("=", 1) for one in variables)
         return output, errors
 
     def start(self, block: Block) -> None:
@@ -173,7 +218,13 @@ def test_marks_are_known(page):
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
 def test_code_blocks_of_a_page_run_as_shown(page, tmp_path):
-    shell, output, errors = Shell(tmp_path), "", ""
+    with needs_met(page, tmp_path):
+        run_blocks(page, tmp_path)
+
+
+def run_blocks(page: pathlib.Path, folder: pathlib.Path) -> None:
+    """Run the blocks of a page, and compare what they print with what is shown."""
+    shell, output, errors = Shell(folder), "", ""
     try:
         for block in blocks(page):
             if block.mark == "file":
@@ -183,7 +234,7 @@ def test_code_blocks_of_a_page_run_as_shown(page, tmp_path):
             elif block.mark == "output":
                 printed = errors if block.said == "standard error" else output
                 assert re.fullmatch(pattern_of(block.code), printed), printed
-            elif block.mark is None and block.language in ("bash", "python"):
+            elif block.mark in RUN and block.language in ("bash", "python"):
                 output, errors = shell.run(block)
     finally:
         shell.close()
