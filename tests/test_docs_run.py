@@ -6,6 +6,7 @@ change that:
 
     <!-- not run: REASON -->          the block needs a cluster, a GPU or a network, for example
     <!-- needs: SLURM -->             the page is run with a SLURM, in a checkout of the package
+    <!-- any status: REASON -->       the command may exit with 1, which reports a problem
     <!-- file: NAME -->               the block is a file that later blocks use
     <!-- stays: TEXT -->              the command keeps running; the next block starts after TEXT
     <!-- output -->                   the block is the standard output of the last one
@@ -40,9 +41,9 @@ BLOCK = re.compile(
     r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
-MARKS = {None, "not run", "needs", "file", "stays", "output"}
+MARKS = {None, "not run", "needs", "any status", "file", "stays", "output"}
 #: Marks of blocks that run to their end.
-RUN = {None, "needs"}
+RUN = {None, "needs", "any status"}
 LIMIT_S = 120
 #: What an installation from a checkout reads.
 CHECKOUT = ("dask_gpurt", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
@@ -168,12 +169,16 @@ class Shell:
         return process
 
     def run(self, block: Block) -> tuple[str, str]:
-        """Run a block, which has to exit with 0. Return its standard output and standard error."""
+        """Run a block, which has to exit with 0. Return its standard output and standard error.
+
+        With the mark `any status`, it may exit with 1, but must not fail with a traceback.
+        """
         process = self._start(block, stderr=subprocess.PIPE)
         output, errors = process.communicate(timeout=LIMIT_S)
         said = f"{block.code}\nexits with {process.returncode}\n{output}\n{errors}"
-        assert process.returncode == 0, said
-        if block.language == "bash":
+        allowed = (0, 1) if block.mark == "any status" else (0,)
+        assert process.returncode in allowed and "Traceback" not in errors, said
+        if process.returncode == 0 and block.language == "bash":
             variables = self._left.read_text().rstrip("\0").split("\0")
             self._environment = dict(one.split("=", 1) for one in variables)
         return output, errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import socket
 from importlib.metadata import requires
 
 import distributed
@@ -72,6 +73,14 @@ def test_differing_versions_are_described(found, said):
     found = {name: value and value.format(**names) for name, value in found.items()}
     expected = said and said.format(**names)
     assert bootstrap.difference({**HERE, **found}, HERE) == expected
+
+
+def test_the_place_of_a_worker_names_its_slurm_job(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    on_host = f"on host {socket.gethostname()}"
+    assert bootstrap._place() == on_host
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert bootstrap._place() == f"{on_host} in SLURM job 17"
 
 
 def test_bootstrap_pickles_only_text_and_plain_values():

@@ -110,7 +110,7 @@ class Slurm:
             try:
                 os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
             except PermissionError:
-                pytest.skip("a throw-away SLURM needs the right to make device files")
+                pytest.skip("a SLURM needs the right to make device files")
         ports = free_ports(1 + len(self._nodes))
         host = socket.gethostname().partition(".")[0]
         lines = _CONFIGURATION.format(
@@ -131,7 +131,8 @@ class Slurm:
         log = self.folder / f"daemon-{len(self._daemons)}.log"
         with log.open("wb") as file:
             daemon = subprocess.Popen(
-                command,
+                # The daemons end with this process, even if it is killed.
+                ["setpriv", "--pdeathsig", "TERM", *command],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -202,10 +203,10 @@ def free_ports(n_ports: int) -> list[int]:
 
 def why_not_here() -> str | None:
     """Return why SLURM cannot run on this machine, if so."""
-    for command in ("munged", "slurmctld", "slurmd", "sbatch"):
+    for command in ("setpriv", "munged", "slurmctld", "slurmd", "sbatch"):
         if shutil.which(command, path=_SEARCHED) is None:
-            return f"a SLURM for tests needs Debian's packages slurm-wlm and munge: no {command}"
-    return None if os.geteuid() == 0 else "a SLURM for tests needs root"
+            return f"a SLURM needs Debian's packages slurm-wlm, munge and util-linux: no {command}"
+    return None if os.geteuid() == 0 else "a SLURM needs root"
 
 
 @contextlib.contextmanager
