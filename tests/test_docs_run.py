@@ -47,6 +47,8 @@ RUN = {None, "needs", "any status"}
 LIMIT_S = 120
 #: What an installation from a checkout reads.
 CHECKOUT = ("dask_gpurt", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+#: Commands of the environment that the tests run in.
+INSTALLED = pathlib.Path(sys.executable).parent
 #: Folders of pip's settings and downloads, below the home.
 PIP = (".config/pip", ".cache/pip")
 
@@ -77,25 +79,29 @@ def runs(page: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def needs_met(page: pathlib.Path, folder: pathlib.Path) -> Iterator[None]:
-    """Provide what the blocks of a page need, or skip the test."""
+def needs_met(page: pathlib.Path, folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Provide what the blocks of a page need, or skip the test. Return the folder of its Python.
+
+    A page with needs installs the package itself, so it begins with a Python that lacks it.
+    """
     needs = {block.said for block in blocks(page) if block.mark == "needs"}
     assert needs <= {"SLURM"}
-    with contextlib.ExitStack() as stack:
-        if needs:
-            stack.enter_context(running_slurm())
-            pytest.importorskip("ensurepip", reason="makes a virtual environment")
-            for name in CHECKOUT:
-                source, target = ROOT / name, folder / name
-                if source.is_dir():
-                    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-                else:
-                    shutil.copy(source, target)
-            for name in PIP:
-                if (found := pathlib.Path.home() / name).exists():
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).symlink_to(found)
-        yield
+    if not needs:
+        yield INSTALLED
+        return
+    pytest.importorskip("ensurepip", reason="makes a virtual environment")
+    for name in CHECKOUT:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    for name in PIP:
+        if (found := pathlib.Path.home() / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).symlink_to(found)
+    with running_slurm():
+        yield pathlib.Path(sys.base_prefix) / "bin"
 
 
 def a_free_port() -> int:
@@ -124,17 +130,17 @@ def pattern_of(expected: str) -> str:
 class Shell:
     """Runs the blocks of one page in a folder, and ends processes that they left running."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, scripts: pathlib.Path) -> None:
         self._folder = folder
         #: The environment at the end of a block of bash.
         self._left = folder / "block.environment"
         #: The test's own values for some in the pages.
         self._replaced = {"8786": str(a_free_port()), "ib0": "lo"}
         self._running: list[subprocess.Popen[str]] = []
-        scripts = str(pathlib.Path(sys.executable).parent)
+        path = [one for one in os.environ["PATH"].split(os.pathsep) if one != str(INSTALLED)]
         self._environment = {
             **{name: text for name, text in os.environ.items() if not name.startswith("DASK_")},
-            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([str(scripts), *path]),
             "HOME": str(folder),
             "COLUMNS": "200",
         }
@@ -223,13 +229,13 @@ def test_marks_are_known(page):
 @pytest.mark.cluster
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.stem)
 def test_code_blocks_of_a_page_run_as_shown(page, tmp_path):
-    with needs_met(page, tmp_path):
-        run_blocks(page, tmp_path)
+    with needs_met(page, tmp_path) as scripts:
+        run_blocks(page, Shell(tmp_path, scripts))
 
 
-def run_blocks(page: pathlib.Path, folder: pathlib.Path) -> None:
+def run_blocks(page: pathlib.Path, shell: Shell) -> None:
     """Run the blocks of a page, and compare what they print with what is shown."""
-    shell, output, errors = Shell(folder), "", ""
+    output = errors = ""
     try:
         for block in blocks(page):
             if block.mark == "file":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import dask
 import pytest
 
 import dask_gpurt
@@ -38,5 +39,16 @@ def test_a_shuffle_between_two_networks_is_right(jobs: JobCluster) -> None:
     got = partitions(jobs.client, collection(frames()).shuffle("key"))
     status = dask_gpurt.status(jobs.client)
     assert status["runs"] == {"gpurt": 1, "stock": 0}
+    dask_gpurt.disable(jobs.client)
+    assert_same_partitions(got, partitions(jobs.client, collection(frames()).shuffle("key")))
+
+
+def test_ucx_takes_the_interface_of_the_jobs(jobs: JobCluster) -> None:
+    pytest.importorskip("ucxx", reason="the ucx extra is not installed")
+    with dask.config.set({"gpurt.enabled": True, "gpurt.shuffle.transport": "ucx"}):
+        dask_gpurt.enable(jobs.client)
+    got = partitions(jobs.client, collection(frames()).shuffle("key"))
+    workers = dask_gpurt.status(jobs.client)["workers"].values()
+    assert {link["path"] for worker in workers for link in worker["links"].values()} == {"ucx"}
     dask_gpurt.disable(jobs.client)
     assert_same_partitions(got, partitions(jobs.client, collection(frames()).shuffle("key")))

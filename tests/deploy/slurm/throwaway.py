@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import stat
@@ -193,12 +194,17 @@ class Slurm:
 
 
 def free_ports(n_ports: int) -> list[int]:
-    """Return ports that were free at the same moment."""
+    """Return ports that are free, and that the system gives to nobody who asks for any port."""
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(n_ports)]
-        for listener in listeners:
-            listener.bind(("", 0))
-        return [listener.getsockname()[1] for listener in listeners]
+        found: list[int] = []
+        for port in random.sample(range(10_000, 32_000), 100):
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("", port))
+                found.append(port)
+            if len(found) == n_ports:
+                return found
+    raise AssertionError("there are no free ports")
 
 
 def why_not_here() -> str | None:
