@@ -109,19 +109,18 @@ def test_job_is_killed_in_mid_spill(slurm: Slurm) -> None:
 
 def test_adaptive_jobs_join_during_a_shuffle_and_leave(slurm: Slurm) -> None:
     # Dask expects the waiting tasks to be as short as those that ran before. With a target that is
-    # shorter, it wants a worker for each of them.
+    # shorter, it wants a thread for each of them: three threads, of two workers.
     quickly = {"interval": "200ms", "target_duration": "10us", "wait_count": 2}
-    # Threads are enough for all waiting tasks, and others.
+    # The fourth thread runs the other tasks.
     with cluster_of_jobs(slurm, 1, cores=2) as jobs, Gate() as gate:
-        jobs.cluster.adapt(minimum_jobs=1, maximum_jobs=3, **quickly)
-        outputs = shuffle(jobs.client, dict.fromkeys(range(2, N_INPUTS), gate.path))
-        # Tasks wait, so that more workers are wanted.
-        until(lambda: len(workers(jobs)) == 3, "no jobs are added")
+        jobs.cluster.adapt(minimum_jobs=1, maximum_jobs=2, **quickly)
+        outputs = shuffle(jobs.client, dict.fromkeys(range(3, N_INPUTS), gate.path))
+        until(lambda: len(workers(jobs)) == 2, "no job is added")
         until(lambda: runs_on(jobs), "the shuffle does not begin")
         gate.open()
         assert_same_partitions(results(jobs.client, outputs), expected())
-        until(lambda: len(workers(jobs)) == 1, "jobs without work are not removed")
-        # Values of those that left moved to the one that stays.
+        until(lambda: len(workers(jobs)) == 1, "the job without work is not removed")
+        # Values of the one that left moved to the one that stays.
         assert_same_partitions(results(jobs.client, outputs), expected())
         assert dask_gpurt.status(jobs.client)["runs"]["stock"] == 0
 
