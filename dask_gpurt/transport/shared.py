@@ -3,7 +3,9 @@
 A `Lender` signs the memory file of its outgoing shards (`devices.host_memory.pages`), and tells the
 places of a buffer in it. A `Borrower` opens the files of its peers through `/proc`. That works
 exactly if both run for the same user, on the same host and in view of each other; the signature
-proves that it is the right file. A message then carries places instead of bytes, and the borrower
+proves that it is the right file. Two containers do not see each other's processes: the borrower
+compares the namespaces of process ids first, and opens no file of a process that happens to have
+the same number. A message then carries places instead of bytes, and the borrower
 reads each shard once, directly into its own memory.
 
 The loan ends with the answer to the message: the lender keeps the buffer until then. A peer that
@@ -30,7 +32,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.errors import ProtocolError, TransportError
-from dask_gpurt.system_calls import is_memory_file, preadv, process_fd, process_start
+from dask_gpurt.system_calls import (
+    is_memory_file,
+    preadv,
+    process_fd,
+    process_namespace,
+    process_start,
+)
 
 Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
@@ -39,6 +47,7 @@ _PART = struct.Struct("<?Q")
 #: Interval of checks for dead peers, where the system does not report them.
 _POLL_S = 1.0
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
+_ELSEWHERE = "it runs in another container, or on another host"
 
 
 class SharedMemory(Protocol):
@@ -58,7 +67,12 @@ class Lender:
         token = os.urandom(_TOKEN_NBYTES)
         os.pwrite(memory.fd, token, 0)
         #: Plain values with which a peer can open the file.
-        self.descriptor: dict[str, Any] = {"pid": os.getpid(), "fd": memory.fd, "token": token}
+        self.descriptor: dict[str, Any] = {
+            "pid": os.getpid(),
+            "pid_namespace": process_namespace(),
+            "fd": memory.fd,
+            "token": token,
+        }
 
     def place(self, buffer: Buffer) -> list[tuple[int, int]] | None:
         """Return the places of a buffer in the file, or None if it is not in the file."""
@@ -119,6 +133,7 @@ class Borrower:
         """
         try:
             pid, number = int(descriptor["pid"]), int(descriptor["fd"])
+            namespace = int(descriptor["pid_namespace"])
             token: bytes = descriptor["token"]
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ProtocolError("not an offer of shared memory") from error
@@ -127,6 +142,8 @@ class Borrower:
             raise ProtocolError("not an offer of shared memory")
         if token in self._loans:
             return token
+        if namespace != process_namespace():
+            raise TransportError(_ELSEWHERE)
         try:
             # Watch first: if the process ends in between, the watch sees it and its id is not
             # reused.

@@ -256,6 +256,18 @@ def test_only_a_file_with_the_signature_is_opened(tmp_path, what):
     os.close(writer)
 
 
+def test_a_process_of_another_namespace_is_refused(other_process):
+    # There, the number may be that of another process here, whose files are not to be opened.
+    _, descriptor, _ = other_process
+
+    async def test(borrower):
+        with pytest.raises(TransportError, match="another container, or on another host"):
+            borrower.open({**descriptor, "pid_namespace": descriptor["pid_namespace"] + 1})
+        assert not borrower._loans
+
+    with_borrower(test)
+
+
 @pytest.mark.parametrize(
     "descriptor",
     [
@@ -276,7 +288,7 @@ def test_only_a_file_with_the_signature_is_opened(tmp_path, what):
 def test_a_malformed_offer_is_refused(descriptor):
     async def test(borrower):
         with pytest.raises(ProtocolError, match="not an offer"):
-            borrower.open(descriptor)
+            borrower.open({"pid_namespace": 0, **descriptor})
 
     with_borrower(test)
 
@@ -284,7 +296,11 @@ def test_a_malformed_offer_is_refused(descriptor):
 plain = st.none() | st.integers() | st.floats() | st.binary(max_size=20) | st.text(max_size=5)
 
 
-@given(st.dictionaries(st.sampled_from(["pid", "fd", "token"]), plain | st.lists(plain)))
+@given(
+    st.dictionaries(
+        st.sampled_from(["pid", "pid_namespace", "fd", "token"]), plain | st.lists(plain)
+    )
+)
 def test_arbitrary_offers_are_refused(descriptor):
     async def test(borrower):
         with pytest.raises((ProtocolError, TransportError)):
