@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
 FILES = sorted(KUBERNETES.rglob("*.yaml"))
+#: On the path, or from a package of this environment.
+KUBECTL = shutil.which("kubectl") or shutil.which("kubectl", path=os.path.dirname(sys.executable))
 
 
 def documents(path: Path) -> list[Any]:
@@ -25,9 +29,9 @@ def documents(path: Path) -> list[Any]:
 @cache
 def rendered(overlay: str) -> dict[str, Any]:
     """Return an overlay's resources by their kinds."""
-    if shutil.which("kubectl") is None:
+    if KUBECTL is None:
         pytest.skip("kubectl is not installed, which renders the overlays")
-    command = ["kubectl", "kustomize", str(KUBERNETES / "overlays" / overlay)]
+    command = [KUBECTL, "kustomize", str(KUBERNETES / "overlays" / overlay)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     resources = list(yaml.safe_load_all(found.stdout))

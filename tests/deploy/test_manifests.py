@@ -23,6 +23,8 @@ from tests.deploy.manifests import (
     rendered,
 )
 
+#: Version of Kubernetes for whose schemas pods and services are valid.
+VALID_FOR = "1.36"
 #: `dask cuda` comes with dask-cuda, which only the image for GPUs has.
 DASK_CUDA = "cuda"
 
@@ -100,6 +102,25 @@ def test_resources_are_valid_for_the_operator(resources: dict[str, Any]) -> None
     for kind, resource in resources.items():
         schema = strict(schemas[kind]["properties"]["spec"])
         jsonschema.Draft202012Validator(schema).validate(resource["spec"])
+
+
+def test_pods_and_services_are_valid_for_kubernetes(resources: dict[str, Any]) -> None:
+    reason = "validates against the schemas of Kubernetes"
+    validator = pytest.importorskip("kubernetes_validate", reason=reason)
+    own = {"apiVersion": "v1", "metadata": {"name": "one"}}
+    objects = [{**own, "kind": "Pod", "spec": pod} for _, pod in pods(resources)]
+    service = cluster(resources)["scheduler"]["service"]
+    for one in [*objects, {**own, "kind": "Service", "spec": service}]:
+        # It raises for what is not valid, unknown fields included.
+        assert validator.validate(one, VALID_FOR, strict=True) == VALID_FOR
+
+
+def test_a_pod_with_an_unknown_field_is_not_valid() -> None:
+    validator = pytest.importorskip("kubernetes_validate")
+    pod = dict(next(pods(base()))[1], unknown=1)
+    one = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod}
+    with pytest.raises(validator.ValidationError):
+        validator.validate(one, VALID_FOR, strict=True)
 
 
 def strict(schema: Any) -> Any:
@@ -201,6 +222,13 @@ def test_workers_fit_into_their_pod(resources: dict[str, Any]) -> None:
 def test_an_autoscaled_pod_has_one_worker() -> None:
     worker = only_container(cluster(rendered("autoscaled"))["worker"]["spec"])
     assert "--nworkers" not in worker["args"]
+
+
+def test_an_autoscaled_cluster_begins_with_its_least_size() -> None:
+    # A pod that the operator removes before its worker has connected stays, uncounted.
+    resources = rendered("autoscaled")
+    least = resources["DaskAutoscaler"]["spec"]["minimum"]
+    assert cluster(resources)["worker"]["replicas"] == least
 
 
 def test_only_workers_of_the_gpu_overlay_have_gpus() -> None:
