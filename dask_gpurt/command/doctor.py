@@ -231,7 +231,20 @@ _PATHS = {
     "comm": "through Dask's own connections",
 }
 
-_UCX_REMEDY = "install the ucx extra (pip install '.[ucx]') on every worker, if the network is fast"
+#: Remedies for a transport that is not used, by a part of the reason.
+_LINK_REMEDIES = {
+    "without ucxx": (
+        "install the ucx extra (pip install '.[ucx]') on every worker, if the network is fast"
+    ),
+    "another container": "on one host, start several workers in one container, with --nworkers",
+    "no files in memory here": "allow memfd_create in the seccomp profile, as RuntimeDefault does",
+    "its memory is not visible here": "on one host, run workers as one user, in one container",
+}
+
+
+def _link_remedy(why: str) -> str:
+    remedies = (remedy for part, remedy in _LINK_REMEDIES.items() if part in why)
+    return next(remedies, "")
 
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
@@ -251,8 +264,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
         reasons = Counter(reason for link in taken for reason in link["why_not"].items())
         for (better, why), count in reasons.most_common():
             text = f"{count} of them not {_PATHS[better]}: {why}"
-            remedy = _UCX_REMEDY if "without ucxx" in why else ""
-            findings.append(Finding("note", "links", text, remedy))
+            findings.append(Finding("note", "links", text, _link_remedy(why)))
     return findings
 
 
@@ -267,8 +279,7 @@ def _available_transports(found: Mapping[str, Any]) -> list[Finding]:
             findings.append(Finding("ok", "links", f"{text}; pairs connect on first use"))
         for why, count in lacking.most_common():
             text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
-            remedy = _UCX_REMEDY if "without ucxx" in why else ""
-            findings.append(Finding("note", "links", text, remedy))
+            findings.append(Finding("note", "links", text, _link_remedy(why)))
     return findings
 
 

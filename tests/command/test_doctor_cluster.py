@@ -12,7 +12,7 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.command import connect
-from dask_gpurt.command.doctor import cluster_findings
+from dask_gpurt.command.doctor import _links, cluster_findings
 from dask_gpurt.command.observe import scheduler_address
 from dask_gpurt.command.status import show
 from tests.command.conftest import Shell
@@ -159,6 +159,21 @@ def test_versions_come_from_all_workers_that_answer_in_time(
     assert late["versions"]["workers"] is None
     problems = [one.text for one in cluster_findings(late) if one.level == "problem"]
     assert problems == ["not all workers reported their versions in time"]
+
+
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [
+        ("it runs in another container, or on another host", "several workers in one container"),
+        ("no files in memory here (Operation not permitted)", "seccomp"),
+        ("its memory is not visible here (Permission denied)", "as one user"),
+    ],
+)
+def test_memory_that_is_not_shared_has_a_remedy(why: str, remedy: str) -> None:
+    links = {"tcp://b": {"path": "comm", "why_not": {"shared": why}}}
+    (_, note) = _links({"workers": {"tcp://a": {"links": links}}})
+    assert note.text == f"1 of them not in shared memory: {why}"
+    assert remedy in note.remedy
 
 
 def test_every_problem_of_a_cluster_has_a_remedy() -> None:
