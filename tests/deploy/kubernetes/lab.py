@@ -43,6 +43,7 @@ _KINDS = {
     "pods": "/api/v1",
     "services": "/api/v1",
     "daskclusters": "/apis/kubernetes.dask.org/v1",
+    "daskworkergroups": "/apis/kubernetes.dask.org/v1",
 }
 _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child")
 

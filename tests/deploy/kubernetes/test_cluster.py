@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 import dask_gpurt
 from tests.deploy.kubernetes.lab import DEADLINE_S, Node, addresses, cluster
+from tests.deploy.kubernetes.patching import Object
 from tests.deploy.manifests import cluster as specification
 from tests.deploy.manifests import rendered
 from tests.failure.gates import Gate, hold
@@ -45,6 +47,13 @@ def client(node: Node) -> Iterator[Client]:
 
 def scale(node: Node, n_pods: int) -> None:
     node.kubectl("scale", "daskcluster/gpurt", f"--replicas={n_pods}")
+
+
+def handled_replicas(groups: list[Object]) -> list[int]:
+    """Return for how many pods of each group the operator has done what it does."""
+    annotation = "kopf.zalando.org/last-handled-configuration"
+    handled = [json.loads(group["metadata"]["annotations"][annotation]) for group in groups]
+    return [one["spec"]["worker"]["replicas"] for one in handled]
 
 
 @pytest.fixture
@@ -131,9 +140,12 @@ def test_pods_come_and_go_in_mid_shuffle(node: Node, client: Client) -> None:
         scale(node, 3)
         client.wait_for_workers(3, timeout=DEADLINE_S)
         (joined,) = set(addresses(client)) - set(before)
-        # Dask gives back no worker that takes part in a shuffle.
         scale(node, 2)
         until_gone(client, joined)
+        assert addresses(client) == before
+        # Dask gives back no worker that takes part in a shuffle.
+        scale(node, 1)
+        node.until("daskworkergroups", lambda groups: handled_replicas(groups) == [1])
         assert addresses(client) == before
     assert_same_partitions(client.gather(futures), expected())
 
