@@ -13,6 +13,7 @@ control group, user and system call filter that a container has. Its image is th
 | `kubelet.py` | makes pods for deployments, and runs them |
 | `sandbox.py`, `seccomp.py` | one pod: its network, volumes, limits, and its first process |
 | `lab.py` | the tests' side: starts a node, calls kubectl, connects clients |
+| `shuffles.py` | a shuffle whose answer is known |
 
 It is no Kubernetes: it has no users, no TLS, no images, no admission, and one node.
 """
