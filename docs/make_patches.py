@@ -80,13 +80,13 @@ def section(path: pathlib.Path) -> str:
         raise ValueError(f"{path.name}: {error}") from error
     if not table:
         raise ValueError(f"{path.name}: no table of private names")
-    name = f"`dask_gpurt/plugins/patches/{path.name}`"
+    name = f"`{path.relative_to(ROOT)}`"
     return "\n".join([f"## {path.stem}", "", f"{name}: {summary}", "", HEADER, RULE, *table, ""])
 
 
 def page() -> str:
     """Return the whole page."""
-    paths = [path for path in sorted(MODULES.glob("*.py")) if path.name != "__init__.py"]
+    paths = [path for path in sorted(MODULES.rglob("*.py")) if path.name != "__init__.py"]
     return BEFORE + "\n".join(map(section, paths))
 
 

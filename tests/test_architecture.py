@@ -87,8 +87,18 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "transport",
         },
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
+        # Bokeh: the page on the dashboard, where there is a dashboard.
         DASK
-        | {"msgpack", "numpy", "packaging", "prometheus_client", "psutil", "pynvml", "tornado"},
+        | {
+            "bokeh",
+            "msgpack",
+            "numpy",
+            "packaging",
+            "prometheus_client",
+            "psutil",
+            "pynvml",
+            "tornado",
+        },
         IMPURE,
     ),
     "local_cluster": ({"errors"}, DASK, {"logging"}),
@@ -127,6 +137,7 @@ ONLY_IN = {
     },
     "dask._task_spec": {"plugins/patches/p2p.py", "plugins/patches/simulator.py"},
     "pandas._libs": {"frames/gather.py"},
+    "bokeh": {"plugins/dashboard/drawing.py"},
     "ctypes": {
         "devices/occupancy/launches.py",
         "devices/host_memory/malloc.py",

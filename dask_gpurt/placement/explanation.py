@@ -36,6 +36,9 @@ class Record(NamedTuple):
         Address of the worker that stock Dask would choose; None if it was not computed.
     costs
         Costs of the candidates, where several were weighed.
+    saved_nbytes
+        Bytes of inputs that need not be moved, but would for stock Dask's choice; negative if it is
+        the other way round.
     """
 
     key: Hashable
@@ -43,6 +46,7 @@ class Record(NamedTuple):
     reason: str
     stock: str | None
     costs: Mapping[str, Cost]
+    saved_nbytes: int = 0
 
     @property
     def differs(self) -> bool:
@@ -71,5 +75,6 @@ def explained(record: Record) -> dict[str, Any]:
         "reason": REASONS[record.reason],
         "stock_worker": record.stock,
         "saved_s": record.saved_s,
+        "saved_nbytes": record.saved_nbytes,
         "candidates": sorted(candidates, key=lambda one: (one["total_s"], one["worker"])),
     }

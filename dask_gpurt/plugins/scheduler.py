@@ -24,6 +24,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
 from dask_gpurt.plugins.patches.lost_values import LostValues
 from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
@@ -155,6 +156,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
+        self._page = DashboardPage(scheduler, self.status, self.ready)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
         # that join or leave until then.
@@ -279,6 +281,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.uninstall()
         self._restarts.uninstall()
         self._owners.uninstall()
+        self._page.uninstall()
         self._stop_placement()
         # Wake new shuffles that wait for joining workers.
         self._wake_waiting_runs()

@@ -10,13 +10,14 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Set
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
-from dask_gpurt.codecs.rule import Mode
+from dask_gpurt.codecs.rule import CodecDecision, Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
@@ -25,6 +26,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
@@ -33,6 +35,7 @@ from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.gather_dep import GatherRetry
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
 from dask_gpurt.plugins.patches.prometheus import ShownShuffles
+from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
@@ -174,6 +177,10 @@ class WorkerRuntime:
         """Return the memory of shards on this worker, outgoing messages included."""
         kept_nbytes = self._budget.used_nbytes if self._budget is not None else 0
         return kept_nbytes + self.links.outgoing.used_nbytes
+
+    def shards_on_disk_nbytes(self) -> int:
+        """Return the bytes of this worker's shards on disk."""
+        return self._budget.on_disk_nbytes if self._budget is not None else 0
 
     def _memory_limit_nbytes(self) -> int:
         limit = self._worker.memory_manager.memory_limit
@@ -318,8 +325,18 @@ class WorkerRuntime:
 
     def final_counters(self) -> dict[str, Any]:
         """Return the counters, and all runs known here. Runs on the event loop."""
-        runs = [*self._past_runs, *(run.report() for run in self._runs)]
+        runs = [*self._past_runs, *self.reports_of_open_runs()]
         return {"counters": self.counted(), "runs": [brief(run) for run in runs]}
+
+    def reports_of_open_runs(self, most: int | None = None) -> list[dict[str, Any]]:
+        return [run.report() for run in islice(self._runs, most)]
+
+    def reports_of_ended_runs(self, most: int) -> list[dict[str, Any]]:
+        return [*self._past_runs][-most:]
+
+    def codec_decisions(self) -> list[CodecDecision]:
+        """Return all valid decisions on codecs with their numbers."""
+        return [one for chooser in self._choosers.values() for one in chooser.explain()]
 
     def report(self) -> dict[str, Any]:
         return {
@@ -328,12 +345,8 @@ class WorkerRuntime:
             "lanes": self._overlap(),
             "links": self.links.report(),
             "lacks": self.links.lacks(),
-            "codecs": [
-                decision.to_plain()
-                for chooser in self._choosers.values()
-                for decision in chooser.explain()
-            ],
-            "runs": [*self._past_runs, *(run.report() for run in self._runs)],
+            "codecs": [decision.to_plain() for decision in self.codec_decisions()],
+            "runs": [*self._past_runs, *self.reports_of_open_runs()],
         }
 
 
@@ -404,10 +417,13 @@ class Attachment:
             **HostReporter(worker).handlers,
         }
         worker.handlers.update(self._handlers)
+        glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
+        worker.handlers["gpurt_glance"] = glance.gpurt_glance
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
         self._gather_retry = GatherRetry(worker)
         self._shown = ShownShuffles(worker)
+        self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None
         self._counter_sender = CounterSender(worker, state)
@@ -447,6 +463,7 @@ class Attachment:
         self._turns.uninstall()
         self._gather_retry.uninstall()
         self._shown.uninstall()
+        self._counted.uninstall()
         self._lookup.uninstall()
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
@@ -457,6 +474,8 @@ class Attachment:
             await self._memory.close()
         self.state.detach()
         await self.state.links.disconnect()
+        # Last, and never on a closing worker: a page that is open may still ask.
+        self._worker.handlers.pop("gpurt_glance", None)
         if not is_closing(self._worker):
             self.state.final_close = None
             self._whole_close.uninstall()

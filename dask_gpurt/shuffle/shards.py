@@ -55,6 +55,8 @@ class Budget:
         Limit while the worker has memory to spare.
     limit_nbytes
         Limit now.
+    on_disk_nbytes
+        Bytes of these shards on disk. Some of them may be in memory too.
     """
 
     def __init__(self, most_nbytes: int) -> None:
@@ -62,6 +64,7 @@ class Budget:
         self._used_nbytes = 0
         self._withheld_nbytes = 0
         self.most_nbytes = most_nbytes
+        self.on_disk_nbytes = 0
 
     @property
     def limit_nbytes(self) -> int:
@@ -85,6 +88,10 @@ class Budget:
     def change(self, nbytes: int) -> None:
         with self._lock:
             self._used_nbytes += nbytes
+
+    def change_on_disk(self, nbytes: int) -> None:
+        with self._lock:
+            self.on_disk_nbytes += nbytes
 
 
 @dataclass(eq=False)
@@ -196,12 +203,17 @@ class ShardStore:
         self._has_warned = False
         self._closed = False
         self.resident_nbytes = 0
+        self._on_disk_nbytes = 0
         self.spilled_nbytes = 0
         self.unspilled_nbytes = 0
 
     def _resident(self, nbytes: int) -> None:
         self.resident_nbytes += nbytes
         self._budget.change(nbytes)
+
+    def _stored(self, nbytes: int) -> None:
+        self._on_disk_nbytes += nbytes
+        self._budget.change_on_disk(nbytes)
 
     def add(self, shards: Sequence[Shard]) -> None:
         """Add shards; drop duplicates and shards of a second attempt.
@@ -305,6 +317,7 @@ class ShardStore:
             shard.on_disk = (file, extent)
             shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
             shard.packed_nbytes = packed.buffer.nbytes
+            self._stored(packed.buffer.nbytes)
             self.spilled_nbytes += packed.buffer.nbytes
         self._counters.add(spilled_nbytes=packed.buffer.nbytes)
         self._on_disk_io("disk-write", packed.buffer.nbytes)
@@ -457,6 +470,8 @@ class ShardStore:
     def _drop(self, shard: Shard) -> None:
         if shard.is_resident:
             self._resident(-shard.nbytes)
+        if shard.on_disk is not None:
+            self._stored(-shard.packed_nbytes)
         shard.body = shard.packed = shard.on_disk = None
 
     def _release_files(self, files: Sequence[SpillFile]) -> None:
@@ -474,6 +489,7 @@ class ShardStore:
             self._firsts = {}
             self._being_read.clear()
             self._resident(-self.resident_nbytes)
+            self._stored(-self._on_disk_nbytes)
         # Wait for a spill in progress: its file must not be closed meanwhile.
         with self._spilling:
             files, self._files = self._files, []

@@ -179,8 +179,27 @@ class Placement:
     def _keep(self, ts: TaskState, choice: Choice, reason: str) -> WorkerState | None:
         ws = choice.worker
         if ws is not None:
-            self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
+            saved_nbytes = 0
+            if choice.stock is not None and choice.stock != ws.address:
+                saved_nbytes = self._saved_nbytes(ts, ws, choice.stock)
+            self.log.keep(
+                ts.key,
+                ws.address,
+                choice.reason or reason,
+                choice.stock,
+                choice.costs,
+                saved_nbytes,
+            )
         return ws
+
+    def _saved_nbytes(self, ts: TaskState, chosen: WorkerState, stock_address: str) -> int:
+        """Return the bytes of inputs that a worker has, less those that stock Dask's worker has."""
+        stock = self._scheduler.workers.get(stock_address)
+        return sum(
+            one.get_nbytes() * ((chosen in one.who_has) - (stock in one.who_has))
+            for one in ts.dependencies
+            if one.who_has
+        )
 
     # ------------------------------------------------------------------ root tasks
 

@@ -38,6 +38,7 @@ from dask_gpurt.plugins.shuffle.transports import (
 )
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.shuffle.traffic import LinkPath, Traffic
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender, seal
 
@@ -90,6 +91,8 @@ class Links:
         self._ucx_failures: dict[str, str] = {}
         #: UCX links that broke, and have delivered nothing since.
         self._broken: dict[str, Transport] = {}
+        #: What was sent to peers lately, by the loop's clock.
+        self.traffic = Traffic()
         #: Pool of the memory in which outgoing shards are assembled.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -148,6 +151,9 @@ class Links:
                     self._ucx_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
                 self._broken.pop(address, None)
+                link = LinkPath(self._worker.address, address, path.name)
+                nbytes = sum(buffer.nbytes for buffer in message.buffers)
+                self.traffic.add(link, nbytes, event_loop(self._worker).time())
                 return message
             del message  # an error of the next attempt would keep this frame alive
         if status == RELINK:

@@ -1,0 +1,1 @@
+"""The runtime's page on the scheduler's dashboard: gathering, shaping, drawing."""

@@ -1,0 +1,113 @@
+"""Collection of the page's data on the scheduler, only while someone looks.
+
+A page and the JSON handler ask `Gatherer` whenever they want to show something. Workers are asked
+by these calls alone, so a page that is closed costs nothing, and several pages cost what one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.plugins.dashboard.overview import overview
+from dask_gpurt.plugins.topology.broadcast import ask
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+logger = logging.getLogger("dask_gpurt")
+
+#: Least interval between two questions to a worker.
+INTERVAL_S = 1.0
+#: Most workers asked in a second: with more workers, each is asked less often.
+WORKERS_PER_S = 100
+#: Longest wait for the answers of workers.
+DEADLINE_S = 2.0
+
+
+class Gatherer:
+    """The latest data of the page.
+
+    Parameters
+    ----------
+    status
+        Returns what the scheduler's plugin knows without asking workers.
+    ready
+        Addresses of the workers that can be asked.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        status: Callable[..., Awaitable[dict[str, Any]]],
+        ready: Collection[str],
+    ) -> None:
+        self._scheduler, self._status, self._ready = scheduler, status, ready
+        self._latest: dict[str, Any] | None = None
+        self._at_s = 0.0
+        self._gathering: asyncio.Task[None] | None = None
+        self.is_closed = False
+
+    def look(self) -> dict[str, Any] | None:
+        """Return the latest data, None if there is none yet, and renew it if it is old."""
+        if not self.is_closed and self._is_old and self._is_idle:
+            self._gathering = asyncio.create_task(self._gather(), name="gpurt-dashboard")
+        return self._latest
+
+    async def fresh(self) -> dict[str, Any]:
+        """Return data that is not old."""
+        self.look()
+        if self._gathering is not None:
+            await asyncio.wait({self._gathering})
+        return self._latest or {}
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self._gathering is not None:
+            self._gathering.cancel()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._gathering is None or self._gathering.done()
+
+    @property
+    def _is_old(self) -> bool:
+        interval_s = max(INTERVAL_S, len(self._ready) / WORKERS_PER_S)
+        return self._latest is None or monotonic() - self._at_s >= interval_s
+
+    async def _gather(self) -> None:
+        try:
+            status = await self._status(reports=False)
+            answers = await ask(
+                self._scheduler, {"op": "gpurt_glance"}, sorted(self._ready), DEADLINE_S
+            )
+            glances = {
+                worker: answer
+                for worker, answer in answers.received.items()
+                if isinstance(answer, dict) and worker in self._scheduler.workers
+            }
+            self._latest = overview(status, self._workers(), glances)
+        except Exception:
+            # The page keeps what it shows. Once is enough: the next attempts would fail alike.
+            logger.log(
+                logging.ERROR if not self._at_s else logging.DEBUG,
+                "no data for the dashboard's page",
+                exc_info=True,
+            )
+        self._at_s = monotonic()
+
+    def _workers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "address": ws.address,
+                "name": str(ws.name),
+                "process_nbytes": (memory := ws.memory).process,
+                "managed_nbytes": memory.managed,
+                "spilled_nbytes": memory.spilled,
+                "limit_nbytes": ws.memory_limit,
+            }
+            for ws in self._scheduler.workers.values()
+        ]

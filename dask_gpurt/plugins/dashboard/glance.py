@@ -1,0 +1,109 @@
+"""A worker's part of the dashboard's page: a summary of bounded size, made when it is asked for.
+
+`gathering` asks for it while a page is open, and `overview` merges the summaries of all workers.
+Workers count shuffle messages anyway (`shuffle.traffic`). Everything else here is read on demand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+
+from dask_gpurt.plugins.patches.p2p import event_loop
+from dask_gpurt.shuffle.tally import brief
+from dask_gpurt.shuffle.traffic import WINDOW_S, LinkPath, Traffic, summed
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from dask_gpurt.plugins.memory.manager import ManagedMemory
+    from dask_gpurt.plugins.worker import WorkerRuntime
+
+#: Path of inputs that tasks fetch from other workers over Dask's own connections.
+INPUTS = "inputs"
+#: Most links in a summary; the others are summed.
+MAX_LINKS = 64
+#: Most runs of each kind, and most decisions on codecs, in a summary.
+MAX_RUNS = 8
+MAX_DECISIONS = 8
+#: Most transfers that one summary reads from Dask's log.
+MAX_TRANSFERS = 5_000
+
+
+class WorkerGlance:
+    """The summaries of one worker. On the event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        state: WorkerRuntime,
+        memory: ManagedMemory | None,
+        unmanaged: str | None,
+    ) -> None:
+        self._worker, self._state, self._memory = worker, state, memory
+        self._unmanaged = unmanaged
+        self._fetched = Traffic()
+        #: The last entry of Dask's log that `_fetched` has.
+        self._last: Any = None
+
+    async def gpurt_glance(self) -> dict[str, Any]:
+        """Handler: return the summary, as plain values."""
+        state = self._state
+        return {
+            **self._links(),
+            "levels": self._memory.store.report()["levels"] if self._memory is not None else [],
+            "spilled_nbytes": self._memory.store.spilled_total[1] if self._memory else 0,
+            "unmanaged": self._unmanaged,
+            "shards_nbytes": state.shards_nbytes(),
+            "shards_on_disk_nbytes": state.shards_on_disk_nbytes(),
+            "open_runs": [brief(run) for run in state.reports_of_open_runs(MAX_RUNS)],
+            # The scheduler learns of an ended run with the next heartbeat.
+            "ended_runs": [brief(run) for run in state.reports_of_ended_runs(MAX_RUNS)],
+            "codecs": self._codecs(),
+        }
+
+    def _links(self) -> dict[str, Any]:
+        """Return the busiest links to peers by shuffle path, and from peers for inputs of tasks."""
+        sent = self._state.links.traffic.lately(event_loop(self._worker).time())
+        found = summed([*sent.items(), *self._fetched_lately().items()])
+        links = [(*link, *moved) for link, moved in found.items()]
+        others: Counter[str] = Counter()
+        for _, _, path, nbytes, _ in links[MAX_LINKS:]:
+            others[path] += nbytes
+        return {"links": links[:MAX_LINKS], "other_links": dict(others)}
+
+    def _fetched_lately(self) -> dict[LinkPath, Any]:
+        """Return what tasks of this worker fetched, from the log that every worker keeps."""
+        now_s = time() + self._worker.scheduler_delay  # the log's clock
+        new = takewhile(
+            lambda entry: entry is not self._last and entry["stop"] > now_s - WINDOW_S,
+            islice(reversed(self._worker.transfer_incoming_log), MAX_TRANSFERS),
+        )
+        for entry in reversed([*new]):
+            link = LinkPath(entry["who"], self._worker.address, INPUTS)
+            self._fetched.add(link, entry["total"], entry["stop"])
+            self._last = entry
+        return self._fetched.lately(now_s)
+
+    def _codecs(self) -> dict[str, Any]:
+        """Return the number of decisions by chosen codec, and the largest sections in full."""
+        decisions = self._state.codec_decisions()
+        largest = sorted(decisions, key=lambda one: -one.nbytes)[:MAX_DECISIONS]
+        return {
+            "choices": dict(Counter(one.choice for one in decisions)),
+            "largest": [
+                {
+                    "section": one.section,
+                    "link": one.link,
+                    "choice": one.choice,
+                    "nbytes": one.nbytes,
+                    "bandwidth": one.bandwidth,
+                    "ratio": next((t.ratio for t in one.trials if t.codec == one.codec), 1.0),
+                    "reason": one.reason,
+                }
+                for one in largest
+            ],
+        }

@@ -1,0 +1,68 @@
+"""The runtime's page on a scheduler's dashboard: `/gpurt`, and `/gpurt.json` beside it.
+
+A scheduler without a dashboard gets no page, and nothing of Bokeh is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tornado.web import RequestHandler
+
+from dask_gpurt.plugins.dashboard.gathering import Gatherer
+from dask_gpurt.plugins.patches.shown import dashboard_pages
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+logger = logging.getLogger("dask_gpurt")
+
+ROUTE = "/gpurt"
+TITLE = "Data Movement"
+
+
+class OverviewJson(RequestHandler):
+    """Answers with the data of the page."""
+
+    def initialize(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+
+    async def get(self) -> None:
+        self.write(await self._gatherer.fresh())
+
+
+class DashboardPage:
+    """The page on one scheduler, until `uninstall`. Parameters as for `Gatherer`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        status: Callable[..., Awaitable[dict[str, Any]]],
+        ready: Collection[str],
+    ) -> None:
+        self._gatherer = Gatherer(scheduler, status, ready)
+        self._page: dashboard_pages.AddedPage | None = None
+        if dashboard_pages.dashboard_of(scheduler) is None:
+            return
+        try:
+            from dask_gpurt.plugins.dashboard import drawing
+
+            self._page = dashboard_pages.AddedPage(
+                scheduler,
+                ROUTE,
+                TITLE,
+                partial(drawing.draw, self._gatherer),
+                {f"{ROUTE}.json": (OverviewJson, {"gatherer": self._gatherer})},
+            )
+        except Exception:
+            # A page is never worth a runtime that does not start.
+            logger.warning("the dashboard has no page of dask_gpurt", exc_info=True)
+
+    def uninstall(self) -> None:
+        self._gatherer.close()
+        if self._page is not None:
+            self._page.uninstall()
+            self._page = None
