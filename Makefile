@@ -159,10 +159,10 @@ define install
 	$(1)/bin/python -m pip install --quiet --no-deps --force-reinstall build/wheel/dask_gpurt*.whl
 endef
 
-# UCX is in the first one alone: what it is built for pins Dask to that version. So is the operator for
-# Kubernetes, for its size: 300 MB on the disk.
+# UCX is in the first one alone: what it is built for pins Dask to that version. So are the operator for
+# Kubernetes and the driver of a browser, for their size: 450 MB on the disk.
 $(VENV)/installed: $(WHEEL)
-	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx$(comma)kubernetes-test])
+	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx$(comma)kubernetes-test$(comma)browser-test])
 	touch $@
 
 $(VENV_NEWEST)/installed: $(WHEEL)

@@ -1,66 +1,45 @@
-"""Every page of distributed's dashboard works during a shuffle."""
+"""Every page of distributed's dashboard works during a shuffle, a rechunk and a spill."""
 
 from __future__ import annotations
 
-import logging
-import threading
-
-import dask
-import dask.dataframe as dd
-import pandas as pd
 import pytest
-from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
+from distributed import wait
+from distributed.utils_test import async_poll_for, gen_cluster
+from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
+from tests.integration.held_exchanges import (
+    all_moved,
+    all_say,
+    beats,
+    draw,
+    held,
+    rechunked,
+    shuffled,
+)
+from tests.integration.memory_cluster import MANAGED_ALONE, MIB, block
 
 pytest.importorskip("bokeh", reason="stock has no dashboard without it")
 
-from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 from distributed.dashboard import scheduler as scheduler_pages
 from distributed.dashboard import worker as worker_pages
-from tornado.httpclient import AsyncHTTPClient
 
-N_INPUTS = 4
 #: Addresses that are not Bokeh's.
 PLAIN = ("/health", "/metrics")
 PLAIN_AT_SCHEDULER = ("/info/main/workers.html", "/json/counts.json")
-#: A shuffle cannot end before its last input partition is there.
-last_input = threading.Event()
+WITH_DASHBOARD = {"dashboard": True, "dashboard_address": ":0"}
+#: Dask's page of task groups fails if a group is gone on which others depend.
+FAIL_ON_STOCK = {"/groups", "/individual-groups"}
 
-
-def part(number):
-    if number == N_INPUTS - 1:
-        assert last_input.wait(60)
-    return pd.DataFrame({"key": range(number, number + 4_000), "x": 0.5})
-
-
-def shuffled(n_outputs):
-    lazy = dd.from_map(part, range(N_INPUTS), meta=pd.DataFrame({"key": [0], "x": [0.5]}))
-    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
-        return lazy.shuffle("key", npartitions=n_outputs).to_delayed()
-
-
-def draw(applications, server, variables):
-    """Open each page and update it as for a browser that shows it.
-
-    Returns the pages, and the kinds of errors of the pages that failed.
-    """
-    pages, failed = {}, {}
-    for route, application in applications.items():
-        if route == "/hardware":
-            # This page measures the machine for ten seconds, and shows no tasks or shuffles.
-            continue
-        pages[route] = page = Document()
-        with captured_logger(logging.getLogger(), level=logging.ERROR) as errors:
-            try:
-                application(server, {"prefix": "", **variables}, page)
-                for callback in page.session_callbacks:
-                    callback.callback()
-            except Exception as error:
-                failed[route] = type(error).__name__
-        assert route in failed or not errors.getvalue(), route
-    return pages, failed
+two_workers = gen_cluster(
+    client=True,
+    nthreads=[("", 2)] * 2,
+    timeout=120,
+    config={"gpurt.shuffle.memory": "16 KiB"},
+    scheduler_kwargs=WITH_DASHBOARD,
+    worker_kwargs=WITH_DASHBOARD,
+)
 
 
 async def ask_for(server, routes):
@@ -71,81 +50,90 @@ async def ask_for(server, routes):
 
 
 def everything(s, workers):
-    """Return the pages that fail, and the data that the page of shuffles draws."""
+    """Return the scheduler's pages, and the kinds of errors of all pages that fail."""
     pages, failed = draw(scheduler_pages.applications, s, scheduler_pages.template_variables(s))
     for worker in workers:
         failed |= draw(worker_pages.applications, worker, worker_pages.template_variables)[1]
-    sources = pages["/shuffle"].select({"type": ColumnDataSource})
-    (drawn,) = (one.data for one in sources if "comm_avg_size" in one.data)
-    return failed, drawn
+    return pages, failed
 
 
-async def during_a_shuffle(c, s, workers, n_outputs, has_moved):
-    """Return heartbeats and `everything` while a shuffle waits for its last input partition."""
-    last_input.clear()
-    outputs = c.compute(shuffled(n_outputs))
-    try:
-        await async_poll_for(lambda: transferred(s) == N_INPUTS - 1, timeout=30)
-        await async_poll_for(lambda: has_moved(beats(s)), timeout=30)
+def drawn(page, field):
+    """Return the data of the source of a page that has this field."""
+    sources = page.select({"type": ColumnDataSource})
+    (found,) = (one.data for one in sources if field in one.data)
+    return found
+
+
+async def during(c, s, workers, outputs, has_moved):
+    """Return heartbeats and `everything` while an exchange waits for its last input partition."""
+    async with held(c, s, outputs, has_moved):
         known = beats(s)
-        during = everything(s, workers)
+        found = everything(s, workers)
         assert beats(s) == known  # no heartbeat came meanwhile
         await ask_for(s, [*PLAIN, *PLAIN_AT_SCHEDULER, "/shuffle"])
         await ask_for(workers[0], [*PLAIN, "/status"])
-    finally:
-        last_input.set()
-    assert sum(map(len, await c.gather(outputs))) == 16_000
-    return known, during
+    return known, *found
 
 
-def beats(s):
-    """Return the heartbeat data of all workers about the newest shuffle."""
-    known = [*s.extensions["shuffle"].heartbeats.values()]
-    return {worker: dict(beat) for worker, beat in known[-1].items()} if known else {}
+async def check_exchange(c, s, workers, outputs):
+    """Draw all pages during an exchange on stock Dask and on the runtime, and compare."""
+    _, _, stock_failed = await during(c, s, workers, outputs(5), all_say)
+    await dask_gpurt.enable(c)
+    known, pages, failed = await during(c, s, workers, outputs(4), all_moved)
+    assert (await dask_gpurt.status(c))["runs"] == {"gpurt": 1, "stock": 0}
+    assert failed == stock_failed
+    assert failed.keys() <= FAIL_ON_STOCK
+    found = drawn(pages["/shuffle"], "comm_avg_size")
+    assert sorted(found["worker"]) == sorted(worker.address for worker in workers)
+    for prefix in ("comm", "disk"):
+        for name in ("written", "avg_size", "avg_duration", "memory_limit"):
+            assert sum(found[f"{prefix}_{name}"]) > 0, (prefix, name)
+        for worker, beat in known.items():
+            at = found["worker"].index(worker)
+            assert found[f"{prefix}_written"][at] == beat[prefix]["written"]
+    assert sum(found["comm_read"]) == sum(found["comm_written"])
+    # The exchange is over, and its last heartbeat is still there.
+    _, failed = draw({"/shuffle": scheduler_pages.applications["/shuffle"]}, s, {})
+    assert not failed
+
+
+@two_workers
+async def test_every_page_is_drawn_during_a_shuffle(c, s, a, b):
+    await check_exchange(c, s, (a, b), shuffled)
+
+
+@two_workers
+async def test_every_page_is_drawn_during_a_rechunk(c, s, a, b):
+    await check_exchange(c, s, (a, b), rechunked)
 
 
 @gen_cluster(
     client=True,
-    nthreads=[("", 2)] * 2,
+    nthreads=[("", 1)] * 2,
     timeout=120,
-    config={"gpurt.shuffle.memory": "16 KiB"},
-    scheduler_kwargs={"dashboard": True, "dashboard_address": ":0"},
-    worker_kwargs={"dashboard": True, "dashboard_address": ":0"},
+    config=MANAGED_ALONE,
+    scheduler_kwargs=WITH_DASHBOARD,
+    worker_kwargs={**WITH_DASHBOARD, "memory_limit": 32 * MIB},
 )
-async def test_every_dashboard_page_is_drawn(c, s, a, b):
-    def all_say(known):
-        return len(known) == 2
-
-    def all_moved(known):
-        moved = [beat["comm"]["written"] for beat in known.values()]
-        received = [beat["comm"]["read"] for beat in known.values()]
-        spilled = [beat["disk"]["written"] for beat in known.values()]
-        return len(known) == 2 and 0 < sum(moved) == sum(received) and min(spilled) > 0
-
-    _, (stock_failed, _) = await during_a_shuffle(c, s, (a, b), 5, all_say)
-    await dask_gpurt.enable(c)
-    known, (failed, drawn) = await during_a_shuffle(c, s, (a, b), 4, all_moved)
-    assert (await dask_gpurt.status(c))["runs"] == {"gpurt": 1, "stock": 0}
-    # Dask's page of task groups fails if a group is gone on which others depend.
-    assert failed == stock_failed
-    assert failed.keys() <= {"/groups", "/individual-groups"}
-    assert sorted(drawn["worker"]) == sorted((a.address, b.address))
-    for prefix in ("comm", "disk"):
-        for name in ("written", "avg_size", "avg_duration", "memory_limit"):
-            assert sum(drawn[f"{prefix}_{name}"]) > 0, (prefix, name)
-        for worker, beat in known.items():
-            at = drawn["worker"].index(worker)
-            assert drawn[f"{prefix}_written"][at] == beat[prefix]["written"]
-    assert sum(drawn["comm_read"]) == sum(drawn["comm_written"])
-    # The shuffle is over, and its last heartbeat is still there.
-    route = "/shuffle"
-    _, failed = draw({route: scheduler_pages.applications[route]}, s, {})
-    assert not failed
+async def test_every_page_is_drawn_when_values_are_spilled(c, s, a, b):
+    failures = []
+    for is_on in (False, True):
+        if is_on:
+            await dask_gpurt.enable(c)
+        values = c.compute([block(n) for n in range(24)])
+        await wait(values)
+        # More is stored than the workers may have in memory, so the rest is on disk.
+        await async_poll_for(lambda: on_disk(s) >= 24 * 4 * MIB - 2 * 32 * MIB, timeout=30)
+        pages, failed = everything(s, (a, b))
+        failures.append(failed)
+        found = drawn(pages["/individual-workers-memory"], "spilled")
+        shown = dict(zip(found["worker"], found["spilled"], strict=True))
+        assert shown == {ws.address: ws.memory.spilled for ws in s.workers.values()}
+        del values
+        await async_poll_for(lambda: not s.tasks, timeout=30)
+    assert failures[0] == failures[1]
+    assert failures[1].keys() <= FAIL_ON_STOCK
 
 
-def transferred(s):
-    return sum(
-        task.state == "memory"
-        for task in s.tasks.values()
-        if task.prefix.name == "shuffle-transfer"
-    )
+def on_disk(s):
+    return sum(ws.memory.spilled for ws in s.workers.values())

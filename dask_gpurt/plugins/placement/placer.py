@@ -181,7 +181,8 @@ class Placement:
         if ws is not None:
             saved_nbytes = 0
             if choice.stock is not None and choice.stock != ws.address:
-                saved_nbytes = self._saved_nbytes(ts, ws, choice.stock)
+                stock = self._scheduler.workers.get(choice.stock)
+                saved_nbytes = spared_nbytes(ts, ws, stock)
             self.log.keep(
                 ts.key,
                 ws.address,
@@ -191,15 +192,6 @@ class Placement:
                 saved_nbytes,
             )
         return ws
-
-    def _saved_nbytes(self, ts: TaskState, chosen: WorkerState, stock_address: str) -> int:
-        """Return the bytes of inputs that a worker has, less those that stock Dask's worker has."""
-        stock = self._scheduler.workers.get(stock_address)
-        return sum(
-            one.get_nbytes() * ((chosen in one.who_has) - (stock in one.who_has))
-            for one in ts.dependencies
-            if one.who_has
-        )
 
     # ------------------------------------------------------------------ root tasks
 
@@ -268,3 +260,14 @@ class Placement:
         if found and (valid := self._scheduler.valid_workers(ts)) is not None:
             found = {one: ws for one, ws in found.items() if ws in valid}
         return found
+
+
+def spared_nbytes(ts: TaskState, chosen: WorkerState, other: WorkerState | None) -> int:
+    """Return the bytes of inputs that only the chosen worker has, less those that only the other
+    one has.
+    """
+    return sum(
+        one.get_nbytes() * ((chosen in one.who_has) - (other in one.who_has))
+        for one in ts.dependencies
+        if one.who_has
+    )
