@@ -232,3 +232,17 @@ async def test_a_worker_that_fails_to_answer_is_named(c, s, a, b):
         seen = await read_json(s)
     answered = {one["address"]: one["has_answered"] for one in seen["workers"]}
     assert answered == {a.address: True, b.address: False}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2, scheduler_kwargs=WITH_DASHBOARD)
+async def test_a_worker_that_just_left_is_no_error(c, s, a, b):
+    await dask_gpurt.enable(c)
+
+    async def gpurt_glance(comm):
+        comm.abort()
+
+    b.handlers["gpurt_glance"] = gpurt_glance
+    with captured_logger("distributed.scheduler", level=logging.ERROR) as errors:
+        seen = await read_json(s)
+    assert [one["address"] for one in seen["workers"] if one["has_answered"]] == [a.address]
+    assert errors.getvalue() == ""

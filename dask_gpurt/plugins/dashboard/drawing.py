@@ -237,7 +237,7 @@ class _MemoryFigure:
                 renderers=[marks], tooltips=[("worker", "@worker"), ("memory limit", "@size")]
             ),
         )
-        self.figure.xaxis.formatter = NumeralTickFormatter(format="0 b")
+        self.figure.xaxis.formatter = NumeralTickFormatter(format="0.[0] b")
         self.figure.xaxis.ticker = AdaptiveTicker(
             base=1024, mantissas=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
         )

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from distributed.core import Status
+
 from dask_gpurt.plugins.dashboard.overview import overview
 from dask_gpurt.plugins.topology.broadcast import ask
 
@@ -53,7 +55,7 @@ class Gatherer:
 
     def look(self) -> dict[str, Any] | None:
         """Return the latest data, None if there is none yet, and renew it if it is old."""
-        if not self.is_closed and self._is_old and self._is_idle:
+        if self._may_ask and self._is_old and self._is_idle:
             self._gathering = asyncio.create_task(self._gather(), name="gpurt-dashboard")
         return self._latest
 
@@ -70,6 +72,10 @@ class Gatherer:
             self._gathering.cancel()
 
     @property
+    def _may_ask(self) -> bool:
+        return not self.is_closed and self._scheduler.status == Status.running
+
+    @property
     def _is_idle(self) -> bool:
         return self._gathering is None or self._gathering.done()
 
@@ -81,9 +87,11 @@ class Gatherer:
     async def _gather(self) -> None:
         try:
             status = await self._status(reports=False)
-            answers = await ask(
-                self._scheduler, {"op": "gpurt_glance"}, sorted(self._ready), DEADLINE_S
-            )
+            if self._latest is None:
+                # A worker that has just died may keep the first answers for some seconds.
+                self._latest = overview(status, self._workers(), {})
+            calls = _Calls(self._scheduler)
+            answers = await ask(calls, {"op": "gpurt_glance"}, sorted(self._ready), DEADLINE_S)
             glances = {
                 worker: answer
                 for worker, answer in answers.received.items()
@@ -111,3 +119,22 @@ class Gatherer:
             }
             for ws in self._scheduler.workers.values()
         ]
+
+
+class _Calls:
+    """Calls workers for `ask`.
+
+    Stock's broadcast logs an error for a worker that has just left. An open page asks all the time.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def broadcast(
+        self, *, msg: dict[str, Any], workers: list[str], on_error: Any
+    ) -> dict[str, Any]:
+        (worker,) = workers
+        try:
+            return {worker: await getattr(self._scheduler.rpc(worker), msg["op"])()}
+        except Exception as error:
+            return {worker: error}
