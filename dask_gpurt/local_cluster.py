@@ -2,7 +2,7 @@
 
 Dask's workers run any code that a connection sends, and every user of a machine can connect to its
 loopback. Clusters started here accept only encrypted connections. Each has its own certificate,
-kept in memory.
+kept in memory. Their dashboards open only with the key in their address.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster
     import dask.config
     from distributed import LocalCluster
 
-    # Pages over HTTP are not encrypted, and show tasks and logs to every user.
+    # Pages over HTTP show tasks and logs to every user. `offer_dashboard` adds them behind a key.
     pages: dict[str, list[str]] = {
         "distributed.scheduler.http.routes": [],
         "distributed.worker.http.routes": [],
@@ -79,3 +79,16 @@ def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster
             # distributed announces every shuffle with a warning.
             silence_logs=logging.ERROR,
         )
+
+
+def offer_dashboard(cluster: LocalCluster) -> str | None:
+    """Return the address of the dashboard of a cluster that `start` returned; None without Bokeh.
+
+    The address has a key, without which the dashboard answers nothing. It is started when the
+    address is opened, and costs nothing before.
+    """
+    from dask_gpurt.plugins.patches.shown.keyed_dashboard import KeyedDashboard, has_bokeh
+
+    scheduler = cluster.scheduler
+    assert scheduler is not None
+    return KeyedDashboard(scheduler).address if has_bokeh() else None

@@ -101,7 +101,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         },
         IMPURE,
     ),
-    "local_cluster": ({"errors"}, DASK, {"logging"}),
+    "local_cluster": ({"errors", "plugins"}, DASK, {"logging"}),
     "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
     "quiet": (set(), set(), {"logging"}),
     "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),

@@ -60,6 +60,8 @@ class EmbeddedCluster:
     ----------
     address
         Address of the scheduler.
+    dashboard
+        Address of the dashboard, with its key; None if there is none.
 
     Raises
     ------
@@ -106,6 +108,7 @@ class EmbeddedCluster:
             why = told.get("error", f"its process ended with {self._process.returncode}")
             raise EmbeddedClusterError(f"no cluster could be started: {why}")
         self.address = told["address"]
+        self.dashboard: str | None = told["dashboard"]
         self._certificate: dict[str, str] = told["security"]
 
     @property
@@ -150,6 +153,7 @@ def serve(answer_fd: int) -> None:
             # Send secrets only through the pipe: other users can read arguments and environments.
             told = {
                 "address": cluster.scheduler_address,
+                "dashboard": local_cluster.offer_dashboard(cluster),
                 "security": {name: getattr(cluster.security, name) for name in _OF_CLIENTS},
             }
         except local_cluster.InsecureClusterError as error:

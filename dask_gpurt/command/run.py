@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import dask.config
@@ -70,9 +71,7 @@ class _Session:
         )
         self._progress = Progress(self._recorder.snapshot)
         observe.install(self._recorder)
-        self._lazy = lazy_client.LazyClient(
-            lambda: EmbeddedCluster(options.n_workers, options.threads_per_worker)
-        )
+        self._lazy = lazy_client.LazyClient(partial(_start_cluster, options))
         if configured := dask.config.get("scheduler", None):
             self._notes.append(f"no cluster is started: Dask is configured to use {configured!r}")
         else:
@@ -108,6 +107,15 @@ class _Session:
         # The script may have closed or replaced stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(run_report.as_text(report), file=sys.stderr, flush=True)
+
+
+def _start_cluster(options: Options) -> EmbeddedCluster:
+    """Start the cluster for a script without one, and print the address of its dashboard."""
+    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker)
+    if cluster.dashboard is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"dask gpurt run: dashboard: {cluster.dashboard}", file=sys.stderr, flush=True)
+    return cluster
 
 
 def run_script(

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,15 +117,17 @@ def _run(
         with notes.status("starting") as status:
             # A status line is overwritten, and so invisible in a file or pipe.
             say = status.update if notes.is_terminal else notes.print
+            # Whole on one line, so that a terminal finds the link.
+            show = partial(notes.print, markup=False, highlight=False, soft_wrap=True)
             workloads = _workloads(scale, cache_dir, queries, say, stack)
             if quick:
                 # Flights first: if time runs out, only TPC-H queries are left out.
                 workloads.sort(key=lambda workload: workload.group != "flights")
             with _children_ignore_ctrl_c():
                 say("starting the cluster without the runtime")
-                stock, n_workers = _start_cluster(False, stack)
+                stock, n_workers = _start_cluster(False, show, stack)
                 say("starting the cluster with the runtime")
-                enabled, _ = _start_cluster(True, stack)
+                enabled, _ = _start_cluster(True, show, stack)
         stack.push(_quiet_if_interrupted)
         read_totals = _check_active(enabled)
         elapsed_s = time.perf_counter() - start_s
@@ -198,7 +201,9 @@ def _workloads(
     return found
 
 
-def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Client, int]:
+def _start_cluster(
+    is_enabled: bool, show: Callable[[str], None], stack: contextlib.ExitStack
+) -> tuple[Client, int]:
     """Start a cluster of processes that closes with ``stack``. Return its client and size."""
     import dask
     from dask.system import CPU_COUNT
@@ -211,6 +216,8 @@ def _start_cluster(is_enabled: bool, stack: contextlib.ExitStack) -> tuple[Clien
         # Both clusters have encrypted connections, so that other users of this machine cannot use
         # them.
         cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker=1))
+        if (dashboard := local_cluster.offer_dashboard(cluster)) is not None:
+            show(f"dashboard: {dashboard}")
         # Neither client becomes the default one: the runner sets the current client.
         client = stack.enter_context(
             Client(cluster, set_as_default=False)  # type: ignore[no-untyped-call]

@@ -156,7 +156,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
-        self._page = DashboardPage(scheduler, self.status, self.ready)
+        self.gpurt_page = DashboardPage(scheduler, self.status, self.ready)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
         # that join or leave until then.
@@ -281,7 +281,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._swap.uninstall()
         self._restarts.uninstall()
         self._owners.uninstall()
-        self._page.uninstall()
+        self.gpurt_page.uninstall()
         self._stop_placement()
         # Wake new shuffles that wait for joining workers.
         self._wake_waiting_runs()

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import HTTPCookieProcessor, build_opener
 
 import psutil
 import pytest
@@ -80,6 +81,14 @@ def attack(address: str, ports: list[int], marker: Path) -> list[str]:
     return [*done.stdout.splitlines(), *(["its code ran"] if marker.exists() else [])]
 
 
+def open_dashboard(said: str) -> None:
+    """Open the dashboard as its owner, by the address that was printed: all its pages are there."""
+    browser = build_opener(HTTPCookieProcessor())
+    with browser.open(said.partition("dashboard: ")[2].strip(), timeout=TIMEOUT_S) as page:
+        assert page.status == 200
+        assert b'href="gpurt"' in page.read()
+
+
 @contextlib.contextmanager
 def running_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
     path = directory / "script.py"
@@ -105,6 +114,8 @@ def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdin is not None
         address = process.stdout.readline().strip()
         assert address.startswith("tls://127.0.0.1:"), address
+        assert process.stderr is not None
+        open_dashboard(process.stderr.readline())
         ports = ports_of(psutil.Process(process.pid))
         assert_keeps_its_key(psutil.Process(process.pid))
         # The ports are those of the scheduler, two nannies and two workers.
@@ -117,7 +128,9 @@ def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
 
 def test_clusters_of_the_demo_resist_strangers(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        client, _ = demo._start_cluster(True, stack)
+        said: list[str] = []
+        client, _ = demo._start_cluster(True, said.append, stack)
+        open_dashboard(said[0])
         children = psutil.Process().children(recursive=True)
         ports = {port for child in children for port in ports_of(child)}
         address = client.scheduler.address

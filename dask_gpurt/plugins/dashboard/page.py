@@ -43,15 +43,20 @@ class DashboardPage:
         status: Callable[..., Awaitable[dict[str, Any]]],
         ready: Collection[str],
     ) -> None:
+        self._scheduler = scheduler
         self._gatherer = Gatherer(scheduler, status, ready)
         self._page: dashboard_pages.AddedPage | None = None
-        if dashboard_pages.dashboard_of(scheduler) is None:
+        self.install()
+
+    def install(self) -> None:
+        """Add the page if there is a dashboard, and no page of ours yet."""
+        if self._page is not None or dashboard_pages.dashboard_of(self._scheduler) is None:
             return
         try:
             from dask_gpurt.plugins.dashboard import drawing
 
             self._page = dashboard_pages.AddedPage(
-                scheduler,
+                self._scheduler,
                 ROUTE,
                 TITLE,
                 partial(drawing.draw, self._gatherer),
