@@ -107,7 +107,8 @@ def status(client: Client) -> Any:
     Returns
     -------
     dict or awaitable
-        With an asynchronous client, an awaitable of the dict. Its most useful entries:
+        A notebook shows it as tables. With an asynchronous client, an awaitable of the dict. Its
+        most useful entries:
 
         ``active`` : bool
             Whether the runtime is on; if not, ``reason`` says why.

@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
 from dask_gpurt.plugins import bootstrap, client_origin
+from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.worker import NAME
@@ -190,7 +191,7 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
     status["shuffles"] = figures.summarised(runs)
     status["totals"]["shuffles_gpurt"] = status["runs"]["gpurt"]
     status["totals"]["shuffles_stock"] = status["runs"]["stock"]
-    return status
+    return RuntimeStatus(status)
 
 
 def status(client: Client) -> Any:

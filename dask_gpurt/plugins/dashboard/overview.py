@@ -63,7 +63,7 @@ def overview(
     shuffles = [
         {**one, "is_open": (one["id"], one["run"]) in open_runs} for one in figures.summarised(runs)
     ]
-    shuffles = _labelled(shuffles[-MAX_SHUFFLES:])
+    shuffles = labelled(shuffles[-MAX_SHUFFLES:])
     return {
         "active": status["active"],
         "reason": status["reason"],
@@ -81,14 +81,16 @@ def overview(
     }
 
 
-def _labelled(shuffles: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Give each run a short label. A second run of the same shuffle says so."""
+def labelled(shuffles: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs with short labels. A second run of the same shuffle says so."""
     n_runs: Counter[str] = Counter()
+    found = []
     for one in shuffles:
         n_runs[one["id"]] += 1
         nth = n_runs[one["id"]]
-        one["label"] = one["id"][:8] + (f", run {nth}" if nth > 1 else "")
-    return shuffles
+        label = one["id"][:8] + (f", run {nth}" if nth > 1 else "")
+        found.append({**one, "label": label})
+    return found
 
 
 def _links(glances: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

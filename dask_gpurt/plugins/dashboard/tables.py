@@ -134,7 +134,8 @@ def shuffles(seen: Mapping[str, Any]) -> str:
         rows.append(
             (
                 one["label"],
-                "running" if one["is_open"] else "ended",
+                # Not known to a status.
+                {True: "running", False: "ended", None: ""}[one.get("is_open")],
                 one["kind"],
                 Number(f"{one['rows']:,}"),
                 Number(format_bytes(one["nbytes"])),
