@@ -12,6 +12,7 @@ import pytest
 from distributed import Client, Event, LocalCluster
 
 import dask_gpurt
+from dask_gpurt import local_cluster
 
 pytest.importorskip("bokeh", reason="stock has no dashboard without it")
 playwright = pytest.importorskip("playwright.sync_api", reason="drives the browser")
@@ -109,3 +110,19 @@ def test_a_browser_shows_a_shuffle(client, tmp_path):
         dask_gpurt.disable(client)
         view.get_by_text("dask_gpurt was switched off").wait_for(timeout=30_000)
     assert errors == []
+
+
+def test_a_browser_opens_a_dashboard_with_a_key():
+    with local_cluster.start(1, 1) as cluster, Client(cluster) as client:
+        dask_gpurt.enable(client)
+        address = local_cluster.offer_dashboard(cluster)
+        with browser() as (view, errors):
+            view.goto(address)
+            assert "key" not in view.url
+            view.get_by_text("More...").hover()
+            view.get_by_role("link", name="Data Movement").click()
+            # This comes through the websocket, which has no key but the cookie.
+            view.get_by_text("moved in the last").wait_for(timeout=30_000)
+        assert errors == []
+        with browser() as (view, _):
+            assert view.goto(address.partition("?")[0]).status == 403
