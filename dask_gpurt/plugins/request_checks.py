@@ -35,6 +35,13 @@ def flag(what: str, value: Any) -> bool:
     return value
 
 
+def count(what: str, value: Any) -> int:
+    """Check a number of entries."""
+    if type(value) is not int or not 0 <= value <= MAX_KEYS:
+        raise _wrong(what, value, f"a number from 0 to {MAX_KEYS}")
+    return value
+
+
 def problem(value: Any) -> str | None:
     """Check a worker's reason for not taking part, or None."""
     if value is not None and (not isinstance(value, str) or len(value) > MAX_PROBLEM):

@@ -13,6 +13,7 @@ from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
+from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.dashboard import gathering
 from dask_gpurt.plugins.placement.placer import spared_nbytes
 from tests.integration.held_exchanges import all_moved, held, rechunked, shuffled, update
@@ -172,9 +173,9 @@ async def test_workers_are_asked_only_while_someone_looks(c, s, a, b):
     def counting(worker):
         ask = worker.handlers["gpurt_glance"]
 
-        async def gpurt_glance():
+        async def gpurt_glance(most_links):
             asked.append(worker.address)
-            return await ask()
+            return await ask(most_links)
 
         worker.handlers["gpurt_glance"] = gpurt_glance
 
@@ -224,7 +225,7 @@ async def test_an_open_page_says_that_the_runtime_is_off(c, s, a):
 async def test_a_worker_that_fails_to_answer_is_named(c, s, a, b):
     await dask_gpurt.enable(c)
 
-    async def gpurt_glance():
+    async def gpurt_glance(most_links):
         raise ValueError("broken")
 
     b.handlers["gpurt_glance"] = gpurt_glance
@@ -238,7 +239,7 @@ async def test_a_worker_that_fails_to_answer_is_named(c, s, a, b):
 async def test_a_worker_that_just_left_is_no_error(c, s, a, b):
     await dask_gpurt.enable(c)
 
-    async def gpurt_glance(comm):
+    async def gpurt_glance(comm, most_links):
         comm.abort()
 
     b.handlers["gpurt_glance"] = gpurt_glance
@@ -246,3 +247,22 @@ async def test_a_worker_that_just_left_is_no_error(c, s, a, b):
         seen = await read_json(s)
     assert [one["address"] for one in seen["workers"] if one["has_answered"]] == [a.address]
     assert errors.getvalue() == ""
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 3, scheduler_kwargs=WITH_DASHBOARD)
+async def test_links_that_a_worker_does_not_list_are_summed(c, s, a, b, d):
+    await dask_gpurt.enable(c)
+    parts = [c.submit(bytes, 1_000, workers=[one.address], pure=False) for one in (b, d, d)]
+    assert await c.submit(len, parts, workers=[a.address]) == 3
+    ask = a.handlers["gpurt_glance"]
+    everything = (await ask(9))["links"]
+    assert [(one[0], one[1]) for one in everything] == [
+        (d.address, a.address),
+        (b.address, a.address),
+    ]
+    assert (await ask(9))["links"] == everything
+    busiest, others = (await ask(1))["links"]
+    assert busiest == everything[0]
+    assert others == ("", a.address, *everything[1][2:])
+    with pytest.raises(ProtocolError):
+        await ask(-1)

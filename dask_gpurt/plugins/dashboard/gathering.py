@@ -26,6 +26,9 @@ logger = logging.getLogger("dask_gpurt")
 INTERVAL_S = 1.0
 #: Most workers asked in a second: with more workers, each is asked less often.
 WORKERS_PER_S = 100
+#: Most links that all workers together report, and least that each of them does.
+MAX_LINKS = 3_200
+MIN_LINKS = 16
 #: Longest wait for the answers of workers.
 DEADLINE_S = 2.0
 
@@ -91,13 +94,16 @@ class Gatherer:
                 # A worker that has just died may keep the first answers for some seconds.
                 self._latest = overview(status, self._workers(), {})
             calls = _Calls(self._scheduler)
-            answers = await ask(calls, {"op": "gpurt_glance"}, sorted(self._ready), DEADLINE_S)
+            most_links = max(MIN_LINKS, MAX_LINKS // max(len(self._ready), 1))
+            message = {"op": "gpurt_glance", "most_links": most_links}
+            answers = await ask(calls, message, sorted(self._ready), DEADLINE_S)
             glances = {
                 worker: answer
                 for worker, answer in answers.received.items()
                 if isinstance(answer, dict) and worker in self._scheduler.workers
             }
-            self._latest = overview(status, self._workers(), glances)
+            # With many workers, this takes longer than the event loop may stand still.
+            self._latest = await asyncio.to_thread(overview, status, self._workers(), glances)
         except Exception:
             # The page keeps what it shows. Once is enough: the next attempts would fail alike.
             logger.log(
@@ -135,6 +141,7 @@ class _Calls:
     ) -> dict[str, Any]:
         (worker,) = workers
         try:
-            return {worker: await getattr(self._scheduler.rpc(worker), msg["op"])()}
+            call = getattr(self._scheduler.rpc(worker), msg["op"])
+            return {worker: await call(**{name: msg[name] for name in msg if name != "op"})}
         except Exception as error:
             return {worker: error}

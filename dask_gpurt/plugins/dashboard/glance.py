@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 
+from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.shuffle.tally import brief
-from dask_gpurt.shuffle.traffic import WINDOW_S, LinkPath, Traffic, summed
+from dask_gpurt.shuffle.traffic import OTHERS, WINDOW_S, LinkPath, Traffic, summed
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 #: Path of inputs that tasks fetch from other workers over Dask's own connections.
 INPUTS = "inputs"
-#: Most links in a summary; the others are summed.
-MAX_LINKS = 64
 #: Most runs of each kind, and most decisions on codecs, in a summary.
 MAX_RUNS = 8
 MAX_DECISIONS = 8
@@ -49,11 +48,12 @@ class WorkerGlance:
         #: The last entry of Dask's log that `_fetched` has.
         self._last: Any = None
 
-    async def gpurt_glance(self) -> dict[str, Any]:
-        """Handler: return the summary, as plain values."""
+    async def gpurt_glance(self, most_links: int) -> dict[str, Any]:
+        """Handler: return the summary, as plain values, with the busiest links."""
+        most_links = request_checks.count("most_links", most_links)
         state = self._state
         return {
-            **self._links(),
+            "links": self._links(most_links),
             "levels": self._memory.store.report()["levels"] if self._memory is not None else [],
             "spilled_nbytes": self._memory.store.spilled_total[1] if self._memory else 0,
             "unmanaged": self._unmanaged,
@@ -65,15 +65,19 @@ class WorkerGlance:
             "codecs": self._codecs(),
         }
 
-    def _links(self) -> dict[str, Any]:
-        """Return the busiest links to peers by shuffle path, and from peers for inputs of tasks."""
+    def _links(self, most: int) -> list[tuple[str, str, str, int, int]]:
+        """Return the busiest links: to peers for shuffles, from peers for inputs of tasks.
+
+        Bytes of the others are summed by path, with `OTHERS` in place of the peer.
+        """
         sent = self._state.links.traffic.lately(event_loop(self._worker).time())
-        found = summed([*sent.items(), *self._fetched_lately().items()])
-        links = [(*link, *moved) for link, moved in found.items()]
-        others: Counter[str] = Counter()
-        for _, _, path, nbytes, _ in links[MAX_LINKS:]:
-            others[path] += nbytes
-        return {"links": links[:MAX_LINKS], "other_links": dict(others)}
+        found = [*summed([*sent.items(), *self._fetched_lately().items()]).items()]
+        others = summed((self._without_peer(link), moved) for link, moved in found[most:])
+        return [(*link, *moved) for link, moved in [*found[:most], *others.items()]]
+
+    def _without_peer(self, link: LinkPath) -> LinkPath:
+        is_out = link.sender == self._worker.address
+        return link._replace(receiver=OTHERS) if is_out else link._replace(sender=OTHERS)
 
     def _fetched_lately(self) -> dict[LinkPath, Any]:
         """Return what tasks of this worker fetched, from the log that every worker keeps."""

@@ -102,14 +102,13 @@ def _links(glances: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     paths = Counter(dict.fromkeys(PATHS, 0))
     for link, moved in found.items():
         paths[link.path] += moved.nbytes
-    for one in glances.values():
-        paths.update(one["other_links"])
+    ordered = [*found.items()]
+    rest = summed((LinkPath(OTHERS, OTHERS, link.path), one) for link, one in ordered[MAX_LINKS:])
     listed = [
         {"from": link.sender, "to": link.receiver, "path": link.path, **moved._asdict()}
-        for link, moved in found.items()
-        if link.sender != OTHERS
+        for link, moved in [*ordered[:MAX_LINKS], *rest.items()]
     ]
-    return {"paths": dict(paths), "links": listed[:MAX_LINKS]}
+    return {"paths": dict(paths), "links": listed}
 
 
 def _worker(known: Mapping[str, Any], glance: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -190,26 +189,27 @@ def matrix(seen: Mapping[str, Any], most: int = MAX_IN_MATRIX) -> tuple[list[str
     """Return the names of the busiest workers, and a cell for each pair that moved bytes.
 
     A cell has `from`, `to`, `nbytes`, `messages`, and `paths`: the bytes by path, the largest
-    first. The workers beyond `most` are summed under one name, and workers that left under `GONE`.
+    first. The workers beyond `most` are summed under one name, with all links that are not listed.
+    Workers that left are summed under `GONE`.
     """
-    name_of = {one["address"]: one["name"] for one in seen["workers"]}
+    name_of: dict[str, str] = {one["address"]: one["name"] for one in seen["workers"]}
     load: Counter[str] = Counter(dict.fromkeys(name_of, 0))
     ends = [(link[end], link["nbytes"]) for link in seen["links"] for end in ("from", "to")]
     for address, nbytes in ends:
         if address in name_of:
             load[address] += nbytes
     shown = {address for address, _ in load.most_common(most if len(load) <= most else most - 1)}
-    names = [name_of[one] for one in load if one in shown]
-    rest = f"{len(load) - len(shown)} others"
-    if len(load) > len(shown):
-        names.append(rest)
-    if any(address not in name_of for address, _ in ends):
-        names.append(GONE)
+    n_others = len(load) - len(shown)
+    rest = f"{n_others} others" if n_others else "others"
 
     def label(address: str) -> str:
-        if address not in name_of:
-            return GONE
-        return name_of[address] if address in shown else rest
+        if address in shown:
+            return name_of[address]
+        return rest if address in name_of or address == OTHERS else GONE
+
+    labels = {label(address) for address, _ in ends}
+    names = [name_of[one] for one in load if one in shown]
+    names += [one for one in (rest, GONE) if one in labels or (one is rest and n_others)]
 
     cells: dict[tuple[str, str], dict[str, Moved]] = {}
     for link in seen["links"]:

@@ -33,7 +33,6 @@ def worker(name, **changes):
 def glance(**changes):
     return {
         "links": [],
-        "other_links": {},
         "levels": [],
         "spilled_nbytes": 0,
         "unmanaged": None,

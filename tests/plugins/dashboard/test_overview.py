@@ -8,26 +8,38 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.plugins.dashboard import overview as shaping
 from dask_gpurt.plugins.dashboard.overview import GONE, MAX_SHUFFLES, matrix, overview
 from dask_gpurt.shuffle.traffic import OTHERS
 from tests.plugins.dashboard.seen import glance, link, run, status, worker
 
 
 def test_links_of_all_workers_are_listed_and_summed():
+    others = ["tcp://b", OTHERS, "comm", 4, 1]
     glances = {
         "tcp://a": glance(links=[link("a", "b", "shared", 70), link("b", "a", "inputs", 5)]),
-        "tcp://b": glance(
-            links=[link("b", "a", "shared", 10), [OTHERS, OTHERS, "ucx", 3, 1]],
-            other_links={"comm": 4},
-        ),
+        "tcp://b": glance(links=[link("b", "a", "shared", 10), others]),
     }
     seen = overview(status(), [worker("a"), worker("b")], glances)
-    assert seen["paths"] == {"shared": 80, "ucx": 3, "comm": 4, "inputs": 5}
+    assert seen["paths"] == {"shared": 80, "ucx": 0, "comm": 4, "inputs": 5}
     assert [(one["from"], one["to"], one["nbytes"]) for one in seen["links"]] == [
         ("tcp://a", "tcp://b", 70),
         ("tcp://b", "tcp://a", 10),
         ("tcp://b", "tcp://a", 5),
+        ("tcp://b", OTHERS, 4),
     ]
+
+
+def test_links_beyond_the_limit_are_one_entry(monkeypatch):
+    monkeypatch.setattr(shaping, "MAX_LINKS", 2)
+    links = [link("a", str(n), "shared", 10 - n) for n in range(5)]
+    seen = overview(status(), [worker("a")], {"tcp://a": glance(links=links)})
+    assert [(one["to"], one["nbytes"]) for one in seen["links"]] == [
+        ("tcp://0", 10),
+        ("tcp://1", 9),
+        (OTHERS, 8 + 7 + 6),
+    ]
+    assert seen["paths"]["shared"] == 40
 
 
 def test_a_workers_memory_is_split_into_tiers():
@@ -153,6 +165,7 @@ def test_the_matrix_of_200_workers_is_small_and_complete(links):
     seen = seen_with(links, 200)
     names, cells = matrix(seen)
     assert len(names) <= 16 + (GONE in names)
+    assert names[15] == "185 others"
     assert len(names) == len(set(names))
     assert {one[end] for one in cells for end in ("from", "to")} <= set(names)
     assert sum(one["nbytes"] for one in cells) == sum(nbytes for *_, nbytes in links)
