@@ -422,7 +422,7 @@ class Attachment:
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
         self._gather_retry = GatherRetry(worker)
-        self._shown = ShownShuffles(worker)
+        self._shown = ShownShuffles(worker, state.links.sent)
         self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
         self._whole_close = WholeClose(worker, state.close)
         self._detaching: asyncio.Task[None] | None = None

@@ -1,14 +1,16 @@
-"""Bytes that one worker moved lately, by link and path.
+"""Bytes that one worker moved: lately by link and path, and in all by path and kind of peer.
 
-A link has a sender and a receiver; a path is the way of the bytes, such as shared memory. The size
-is bounded, and old seconds are dropped. No clock and no lock: the caller says when bytes moved,
-and uses one thread.
+A link has a sender and a receiver; a path is the way of the bytes, such as shared memory. Sizes are
+bounded. No clock: the caller says when bytes moved, and for how long.
 """
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 #: Period that counts as "lately".
@@ -35,7 +37,10 @@ class Moved(NamedTuple):
 
 
 class Traffic:
-    """Bytes and messages of the last `WINDOW_S` seconds, in one bucket for each second."""
+    """Bytes and messages of the last `WINDOW_S` seconds, in one bucket for each second.
+
+    For one thread.
+    """
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, dict[LinkPath, list[int]]]] = deque()
@@ -74,3 +79,47 @@ def summed(found: Iterable[tuple[LinkPath, Moved]]) -> dict[LinkPath, Moved]:
         before = sums.get(link, Moved(0, 0))
         sums[link] = Moved(before.nbytes + moved.nbytes, before.messages + moved.messages)
     return dict(sorted(sums.items(), key=lambda one: (-one[1].nbytes, one[0])))
+
+
+#: Upper ends of the classes of message sizes.
+MESSAGE_NBYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+
+
+@dataclass
+class SentSum:
+    """Sums over all messages of one path and kind of peer.
+
+    Attributes
+    ----------
+    of_size
+        Number of messages in each class of `MESSAGE_NBYTES`, and of larger ones.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    of_size: list[int] = field(default_factory=lambda: [0] * (len(MESSAGE_NBYTES) + 1))
+
+
+class SentTotals:
+    """Sums over all messages that a worker sent, by path and kind of peer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[tuple[str, str], SentSum] = {}
+
+    def add(self, path: str, *, is_same_host: bool, nbytes: int, seconds: float) -> None:
+        """Count a message that the peer acknowledged after so many seconds."""
+        with self._lock:
+            found = self._sums.setdefault(
+                (path, "same-host" if is_same_host else "other-host"), SentSum()
+            )
+            found.nbytes += nbytes
+            found.seconds += seconds
+            found.of_size[bisect_left(MESSAGE_NBYTES, nbytes)] += 1
+
+    def snapshot(self) -> dict[tuple[str, str], SentSum]:
+        with self._lock:
+            return {
+                labels: SentSum(one.nbytes, one.seconds, [*one.of_size])
+                for labels, one in self._sums.items()
+            }

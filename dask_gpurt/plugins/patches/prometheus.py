@@ -3,7 +3,8 @@
 Stock Dask counts them among its fine performance metrics, of which it exports only those of its
 spill buffer. This module exports those of shuffles in the same manner: one family for each unit,
 with a label for the activity, summed since the worker started. Runs on stock's data plane are
-included, because they report under the same names.
+included, because they report under the same names. Two families and a histogram of our own have
+the bytes, seconds and sizes of the messages that our data plane sent.
 
 | what | why | taken back by |
 |---|---|---|
@@ -21,11 +22,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from distributed.http.prometheus import PrometheusCollector
+
+from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentSum, SentTotals
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -43,10 +48,18 @@ FAMILIES: dict[str, tuple[str, str]] = {
 }
 
 
+#: Name of a family of what our data plane sent to its help text: bytes, seconds, sizes.
+SENT: dict[str, str] = {
+    "gpurt_sent_bytes": "Bytes of shuffle messages, by path and kind of peer",
+    "gpurt_send_seconds": "Seconds from sending shuffle messages until their answers",
+    "gpurt_message_bytes": "Sizes of shuffle messages",
+}
+
+
 class _Collector(PrometheusCollector):
     """A collector for all workers of the process that export their shuffles."""
 
-    def __init__(self, workers: WeakSet[Worker]) -> None:
+    def __init__(self, workers: WeakKeyDictionary[Worker, SentTotals]) -> None:
         super().__init__(None)  # type: ignore[no-untyped-call]
         self.subsystem = "worker"
         self._workers = workers
@@ -58,7 +71,7 @@ class _Collector(PrometheusCollector):
             unit: defaultdict(float) for unit in FAMILIES
         }
         with _lock:  # workers come and go in other threads
-            workers = tuple(self._workers)
+            workers = dict(self._workers)
         for worker in workers:
             # Copy at once: tasks in other threads keep adding to it.
             for name, value in dict(worker.digests_total).items():
@@ -76,11 +89,38 @@ class _Collector(PrometheusCollector):
             for labels, value in sums[unit].items():
                 family.add_metric(labels, value)
             yield family
+        yield from self._sent(workers.values())
+
+    def _sent(self, totals: Iterable[SentTotals]) -> Iterator[Any]:
+        """Yield what was sent, by the path of the bytes and the kind of the peer."""
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        sums: defaultdict[tuple[str, str], SentSum] = defaultdict(SentSum)
+        for one in totals:
+            for labels, sent in one.snapshot().items():
+                into = sums[labels]
+                into.nbytes += sent.nbytes
+                into.seconds += sent.seconds
+                into.of_size = list(map(add, into.of_size, sent.of_size))
+        names = [self.build_name(name) for name in SENT]  # type: ignore[no-untyped-call]
+        helps = SENT.values()
+        nbytes, seconds = (
+            CounterMetricFamily(name, text, labels=["path", "peer"])
+            for name, text in list(zip(names, helps, strict=True))[:2]
+        )
+        sizes = HistogramMetricFamily(names[2], [*helps][2], labels=["path", "peer"])
+        ends = [*map(str, map(float, MESSAGE_NBYTES)), "+Inf"]
+        for labels, sent in sums.items():
+            nbytes.add_metric(labels, sent.nbytes)
+            seconds.add_metric(labels, sent.seconds)
+            counts = list(zip(ends, accumulate(sent.of_size), strict=True))
+            sizes.add_metric(labels, buckets=counts, sum_value=sent.nbytes)
+        yield from (nbytes, seconds, sizes)
 
 
 #: Reentrant: registering a collector collects from it.
 _lock = threading.RLock()
-_workers: WeakSet[Worker] = WeakSet()
+_workers: WeakKeyDictionary[Worker, SentTotals] = WeakKeyDictionary()
 _collector: _Collector | None = None
 
 
@@ -88,13 +128,18 @@ class ShownShuffles:
     """One worker's request to export its shuffles; does nothing without `prometheus_client`.
 
     Holds until `uninstall` is called or the worker is garbage collected. Repeated calls do nothing.
+
+    Parameters
+    ----------
+    sent
+        What the worker's data plane sends.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, sent: SentTotals) -> None:
         self._worker = worker
         global _collector
         with _lock:
-            _workers.add(worker)
+            _workers[worker] = sent
             if _collector is None:
                 _collector = _registered()
 
@@ -102,7 +147,7 @@ class ShownShuffles:
         """Stop exporting this worker's shuffles."""
         global _collector
         with _lock:
-            _workers.discard(self._worker)
+            _workers.pop(self._worker, None)
             if _collector is not None and not _workers:
                 from prometheus_client import REGISTRY
 

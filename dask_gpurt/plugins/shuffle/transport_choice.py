@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from distributed.comm.addressing import get_address_host
 
 from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.host_memory.pages import SharedPages
@@ -38,7 +39,7 @@ from dask_gpurt.plugins.shuffle.transports import (
 )
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
-from dask_gpurt.shuffle.traffic import LinkPath, Traffic
+from dask_gpurt.shuffle.traffic import LinkPath, SentTotals, Traffic
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower, Lender, seal
 
@@ -93,6 +94,8 @@ class Links:
         self._broken: dict[str, Transport] = {}
         #: What was sent to peers lately, by the loop's clock.
         self.traffic = Traffic()
+        #: All that was sent to peers, for Prometheus.
+        self.sent = SentTotals()
         #: Pool of the memory in which outgoing shards are assembled.
         self.outgoing = HostPool(keep_nbytes)
         try:
@@ -128,6 +131,7 @@ class Links:
         for attempt in range(_MAX_ATTEMPTS):
             path = await self._path(address, transport, call)
             message = await compose(path)
+            began_s = event_loop(self._worker).time()
             try:
                 answer = await path.send(message, call)
             except TransportError as error:
@@ -153,7 +157,14 @@ class Links:
                 self._broken.pop(address, None)
                 link = LinkPath(self._worker.address, address, path.name)
                 nbytes = sum(buffer.nbytes for buffer in message.buffers)
-                self.traffic.add(link, nbytes, event_loop(self._worker).time())
+                now_s = event_loop(self._worker).time()
+                self.traffic.add(link, nbytes, now_s)
+                self.sent.add(
+                    path.name,
+                    is_same_host=get_address_host(address) == get_address_host(link.sender),
+                    nbytes=nbytes,
+                    seconds=now_s - began_s,
+                )
                 return message
             del message  # an error of the next attempt would keep this frame alive
         if status == RELINK:

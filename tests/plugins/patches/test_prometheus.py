@@ -15,12 +15,13 @@ from prometheus_client.core import CounterMetricFamily
 
 from dask_gpurt.plugins.patches import prometheus
 from dask_gpurt.plugins.patches.prometheus import FAMILIES, ShownShuffles
+from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentTotals
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """A registry for this test: workers of other tests may still be in the usual one."""
-    monkeypatch.setattr(prometheus, "_workers", prometheus.WeakSet())
+    monkeypatch.setattr(prometheus, "_workers", prometheus.WeakKeyDictionary())
     monkeypatch.setattr(prometheus, "_collector", None)
     registry = CollectorRegistry(auto_describe=True)
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
@@ -38,6 +39,14 @@ def worker(nbytes):
     return Worker(digests_total={ours: nbytes, other_span: 1, **others})
 
 
+def exported(worker, *messages):
+    """Export a worker that sent these messages."""
+    sent = SentTotals()
+    for message in messages:
+        sent.add(**message)
+    return ShownShuffles(worker, sent)
+
+
 SENT = ("dask_worker_shuffle_bytes_total", {"where": "background-comms", "activity": "send"})
 
 
@@ -47,21 +56,51 @@ def shown(registry):
 
 def test_metrics_of_all_workers_are_summed_until_the_last_ends(registry):
     workers = worker(100), worker(10)
-    first, second = map(ShownShuffles, workers)
+    first, second = map(exported, workers)
     assert shown(registry) == [(*SENT, 112)]
     first.uninstall()
     first.uninstall()
     assert shown(registry) == [(*SENT, 11)]
     second.uninstall()
     assert list(registry.collect()) == []
-    again = ShownShuffles(workers[0])
+    again = exported(workers[0])
     assert shown(registry) == [(*SENT, 101)]
     again.uninstall()
 
 
+def test_messages_are_counted_by_path_peer_and_size(registry):
+    near = {"path": "shared", "is_same_host": True}
+    far = {"path": "comm", "is_same_host": False, "nbytes": 2**40, "seconds": 3.0}
+    both = (
+        exported(worker(1), {**near, "nbytes": 4096, "seconds": 0.5}, far),
+        exported(worker(1), {**near, "nbytes": 4097, "seconds": 0.25}),
+    )
+    samples = {
+        (name, *labels.values()): value
+        for name, labels, value in shown(registry)
+        if "gpurt" in name
+    }
+    for one in both:
+        one.uninstall()
+    prefix = "dask_worker_gpurt"
+    for name, value in (("sent_bytes", 8193), ("send_seconds", 0.75)):
+        assert samples[f"{prefix}_{name}_total", "shared", "same-host"] == value
+    assert samples[f"{prefix}_sent_bytes_total", "comm", "other-host"] == 2**40
+    sizes = f"{prefix}_message_bytes"
+    assert samples[f"{sizes}_sum", "shared", "same-host"] == 8193
+    assert samples[f"{sizes}_count", "shared", "same-host"] == 2
+    # The upper end belongs to its class.
+    counts = [
+        samples[f"{sizes}_bucket", "shared", "same-host", str(float(end))] for end in MESSAGE_NBYTES
+    ]
+    assert counts == [1, *[2] * (len(MESSAGE_NBYTES) - 1)]
+    assert samples[f"{sizes}_bucket", "comm", "other-host", str(float(MESSAGE_NBYTES[-1]))] == 0
+    assert samples[f"{sizes}_bucket", "comm", "other-host", "+Inf"] == 1
+
+
 def test_without_prometheus_nothing_is_shown(monkeypatch, registry):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    one = ShownShuffles(worker(1))
+    one = exported(worker(1))
     assert shown(registry) == []
     one.uninstall()
 
@@ -72,7 +111,7 @@ def test_names_that_are_taken_are_not_registered(registry):
             yield CounterMetricFamily("dask_worker_shuffle_bytes", "", value=3)
 
     registry.register(Taken())
-    ShownShuffles(worker(1)).uninstall()
+    exported(worker(1)).uninstall()
     assert shown(registry) == [("dask_worker_shuffle_bytes_total", {}, 3)]
 
 
@@ -80,9 +119,10 @@ def test_metric_names_have_the_prefix_of_dask(registry):
     with dask.config.set({"distributed.dashboard.prometheus.namespace": "mine"}):
         stock = WorkerMetricCollector(SimpleNamespace())
         assert isinstance(stock, PrometheusCollector)
-        one = ShownShuffles(worker(1))
+        one = exported(worker(1))
         names = {family.name for family in registry.collect()}
-    assert names == {stock.build_name(name) for name, _ in FAMILIES.values()}
+    ours = [name for name, _ in FAMILIES.values()] + [*prometheus.SENT]
+    assert names == {stock.build_name(name) for name in ours}
     one.uninstall()
 
 
