@@ -48,6 +48,27 @@ def test_furthest_slots_spill_down_to_the_low_water_mark(tmp_path, packed):
     assert not rig.store.is_over_limit
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_bytes_on_disk_are_counted_until_they_are_freed(tmp_path, is_closed):
+    rig = Rig(tmp_path, limit_nbytes=15 * ROW_NBYTES)
+    shards = spread_shards(8)
+    rig.store.add(shards)
+    rig.store.make_room()
+    assert rig.budget.on_disk_nbytes == 4 * ROW_NBYTES
+    rig.store.seal()
+    slots = range(shards[0].first_slot, shards[-1].end_slot)
+    for slot in slots:
+        # A shard that is read back is still on disk.
+        rig.store.pieces(slot)
+    assert rig.budget.on_disk_nbytes == 4 * ROW_NBYTES
+    if is_closed:
+        rig.store.close()
+    else:
+        for slot in slots:
+            rig.store.release(slot)
+    assert rig.budget.on_disk_nbytes == 0
+
+
 def test_nothing_is_spilled_at_the_limit(tmp_path):
     rig = Rig(tmp_path, limit_nbytes=4 * ROW_NBYTES)
     rig.store.add(spread_shards(2))

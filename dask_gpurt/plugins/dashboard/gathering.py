@@ -53,6 +53,7 @@ class Gatherer:
         self._scheduler, self._status, self._ready = scheduler, status, ready
         self._latest: dict[str, Any] | None = None
         self._at_s = 0.0
+        self._has_failed = False
         self._gathering: asyncio.Task[None] | None = None
         self.is_closed = False
 
@@ -107,10 +108,11 @@ class Gatherer:
         except Exception:
             # The page keeps what it shows. Once is enough: the next attempts would fail alike.
             logger.log(
-                logging.ERROR if not self._at_s else logging.DEBUG,
+                logging.DEBUG if self._has_failed else logging.ERROR,
                 "no data for the dashboard's page",
                 exc_info=True,
             )
+            self._has_failed = True
         self._at_s = monotonic()
 
     def _workers(self) -> list[dict[str, Any]]:

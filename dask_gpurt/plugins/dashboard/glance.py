@@ -55,7 +55,9 @@ class WorkerGlance:
         return {
             "links": self._links(most_links),
             "levels": self._memory.store.report()["levels"] if self._memory is not None else [],
-            "spilled_nbytes": self._memory.store.spilled_total[1] if self._memory else 0,
+            "spilled_nbytes": self._memory.store.spilled_total[1]
+            if self._memory is not None
+            else 0,
             "unmanaged": self._unmanaged,
             "shards_nbytes": state.shards_nbytes(),
             "shards_on_disk_nbytes": state.shards_on_disk_nbytes(),
