@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from distributed.comm.addressing import get_address_host
 
 from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.host_memory.pages import SharedPages
@@ -161,7 +160,7 @@ class Links:
                 self.traffic.add(link, nbytes, now_s)
                 self.sent.add(
                     path.name,
-                    is_same_host=get_address_host(address) == get_address_host(link.sender),
+                    is_same_host=_without_port(address) == _without_port(link.sender),
                     nbytes=nbytes,
                     seconds=now_s - began_s,
                 )
@@ -488,6 +487,10 @@ def _view(part: Any, nbytes: int) -> Buffer:
 def is_inline(payload: Any) -> bool:
     """Return whether a payload is inside the control message."""
     return not isinstance(payload, Mapping)
+
+
+def _without_port(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _ports_of(*addresses: str) -> set[int]:

@@ -29,7 +29,8 @@ def with_links(test, **more):
     async def main():
         loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
         rpc = SimpleNamespace(available={}, occupied={})
-        links = Links(SimpleNamespace(loop=loop, rpc=rpc, **more), 0)
+        worker = {"address": "tcp://127.0.0.1:1", "loop": loop, "rpc": rpc, **more}
+        links = Links(SimpleNamespace(**worker), 0)
         if links._lender is None:
             pytest.skip("no files in memory here, and so nothing is asked of a peer")
         try:
