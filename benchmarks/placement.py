@@ -3,14 +3,14 @@
 The eight graphs are those of `dask_gpurt.simulate.examples`, with real arrays and tables. Graphs
 are not optimized, so sources are tasks of their own; they stand for files or persisted data.
 Shuffles are made of tasks on both sides, so that only placement differs. Sides take turns, and
-ratios are those of medians.
+ratios are those of medians. The runtime has its flag alone: workers report their machines.
 
     python -m benchmarks.placement --repeats 5
     python -m benchmarks.placement --scale 0.1 --repeats 1 --only "a + b"
     python -m benchmarks.placement --rate 800mbit
 
 With `--rate`, there are two workers on each of two hosts (`benchmarks.hosts`). Each host has a link
-of that rate, and the runtime gets a description of hosts and links.
+of that rate. With `--described`, the runtime gets a description of hosts and links, too.
 """
 
 from __future__ import annotations
@@ -128,12 +128,16 @@ GRAPHS: dict[str, Callable[[int], Any]] = {
 
 
 def received_nbytes(client: Client) -> int:
-    """Return the bytes of results that workers have received since their start."""
+    """Return the bytes of results that workers have received since the last call."""
 
-    def total(dask_worker: Any) -> int:
-        return int(sum(one["total"] for one in dask_worker.transfer_incoming_log))
+    def taken(dask_worker: Any) -> int:
+        # The log is bounded, so its sum may shrink from one run to the next.
+        log = dask_worker.transfer_incoming_log
+        total = int(sum(one["total"] for one in log))
+        log.clear()
+        return total
 
-    return sum(client.run(total).values())
+    return sum(client.run(taken).values())
 
 
 def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, int]:
@@ -143,12 +147,12 @@ def once(client: Client, make: Callable[[int], Any], edge: int) -> tuple[float, 
         dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": client.get}),
     ):
         collection = make(edge)
-        before = received_nbytes(client)
+        received_nbytes(client)
         began = time.perf_counter()
         made = client.persist(collection, optimize_graph=False)
         wait(made)
         elapsed_s = time.perf_counter() - began
-        nbytes = received_nbytes(client) - before
+        nbytes = received_nbytes(client)
         del made
         settle(client)
     return elapsed_s, nbytes
@@ -198,15 +202,15 @@ def description(names: list[str], rate: str) -> dict[str, Any]:
 def main() -> None:
     parser = arguments((__doc__ or "").replace("\n", " "))
     parser.add_argument("--rate", help="rate of each host's link, such as 800mbit")
-    parser.add_argument("--auto", action="store_true", help="let workers report their machines")
+    parser.add_argument(
+        "--described", action="store_true", help="describe the hosts and links of --rate in a file"
+    )
     options = parser.parse_args()
     edge = max(8, int(1000 * options.scale**0.5))
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        if options.auto:
-            stack.enter_context(dask.config.set({"gpurt.topology.file": "auto"}))
         if options.rate:
-            started = two_hosts(options.rate, is_described=not options.auto)
+            started = two_hosts(options.rate, is_described=options.described)
         else:
             started = two_clusters(N_WORKERS)
         sides = stack.enter_context(started)
