@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from dask_gpurt.placement.cost import HeldTask, WorkerSnapshot, costs_of_held
+from dask_gpurt.placement.joins import met_nbytes
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
@@ -155,8 +156,9 @@ def candidate_nbytes(task: HeldTask) -> dict[str, int]:
     if task.joins:
         saved: dict[str, float] = {}
         for others in task.joins:
+            most = met_nbytes(others, task.output_nbytes)
             for address, n in others.items():
-                saved[address] = saved.get(address, 0.0) + min(n, task.output_nbytes)
+                saved[address] = saved.get(address, 0.0) + min(n, most)
         enough = MIN_JOINED_SHARE * sum(task.sizes)
         for address, n in saved.items():
             if n >= enough:

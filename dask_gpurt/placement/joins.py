@@ -7,9 +7,31 @@ candidate, with the same other inputs each time, so `Join` computes the common p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import fsum
+from math import fsum, inf
 
 from dask_gpurt.topology.places import Places, path_between
+
+
+class Partners(dict[str, float]):
+    """Results that one later task needs together with an output: their bytes by worker.
+
+    Attributes
+    ----------
+    met_nbytes
+        Bytes of the output that meet them, or of what other tasks make of it first. A stencil
+        joins the edge of a block, and the block stays where it is.
+    """
+
+    __slots__ = ("met_nbytes",)
+
+    def __init__(self, others: Mapping[str, float], met_nbytes: float = inf) -> None:
+        super().__init__(others)
+        self.met_nbytes = met_nbytes
+
+
+def met_nbytes(others: Mapping[str, float], output_nbytes: float) -> float:
+    """Return the bytes of an output that meet join partners; all of them if nobody says more."""
+    return min(output_nbytes, getattr(others, "met_nbytes", inf))
 
 
 class Join:
@@ -18,13 +40,14 @@ class Join:
     Parameters
     ----------
     others
-        Bytes of these results by worker.
+        Bytes of these results by worker: `Partners`, or a mapping if the whole output meets them.
     """
 
-    __slots__ = ("_gathered", "_others", "_places", "_targets")
+    __slots__ = ("_gathered", "_met_nbytes", "_others", "_places", "_targets")
 
     def __init__(self, others: Mapping[str, float], places: Places) -> None:
         self._others = others
+        self._met_nbytes = met_nbytes(others, inf)
         self._places = places
         #: Cached results of `_gathered_at`: the workers that hold the others are usually candidates
         #: too.
@@ -33,11 +56,13 @@ class Join:
         self._targets: list[str] | None = None
 
     def seconds(self, address: str, nbytes: float) -> float:
-        """Return the seconds to move everything to one worker, given `nbytes` more at `address`.
+        """Return the seconds to bring an output of `nbytes` at `address` together with the others.
 
         The result is the minimum over all workers, so it is 0 if all of the bytes are on `address`.
         """
         others, places = self._others, self._places
+        if nbytes > self._met_nbytes:
+            nbytes = self._met_nbytes
         # The look-up of paths and `Path.transfer_s` without the calls, here and below.
         if len(others) == 1:
             ((other, other_nbytes),) = others.items()

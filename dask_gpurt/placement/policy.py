@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from dask_gpurt.placement.cost import Cost, Task, WorkerSnapshot, costs, is_surely_cheaper
+from dask_gpurt.placement.joins import met_nbytes
 from dask_gpurt.topology.places import Places
 
 #: If restrictions allow at most this many workers, a policy weighs all of them.
@@ -314,9 +315,10 @@ def _add_joined(nbytes: dict[str, float], task: Task) -> None:
     joined: dict[str, float] = {}
     saved: dict[str, float] = {}
     for others in task.joins:
+        most = met_nbytes(others, task.output_nbytes)
         for address, n in others.items():
             joined[address] = joined.get(address, 0) + n
-            saved[address] = saved.get(address, 0) + min(n, task.output_nbytes)
+            saved[address] = saved.get(address, 0) + min(n, most)
     least_nbytes = MIN_JOINED_SHARE * sum(one.nbytes for one in task.inputs)
     for address, n in joined.items():
         if address in nbytes or saved[address] >= least_nbytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
+from dask_gpurt.placement.joins import Partners
 from dask_gpurt.placement.policy import Snapshot
 from dask_gpurt.topology.model import LOCAL, Path
 from dask_gpurt.topology.places import Place
@@ -70,6 +73,14 @@ def snapshot(task, workers, places=None, **kwargs):
 
 
 sizes = st.integers(1, 2**30)
+
+
+def partners(**limits):
+    """Draw join partners that meet a whole output or a part of it."""
+    others = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1, **limits)
+    return st.builds(Partners, others, st.just(math.inf) | sizes)
+
+
 subsets = st.frozensets(st.sampled_from(NAMES))
 
 
@@ -89,7 +100,7 @@ def tasks(draw):
         draw(st.lists(inputs(), max_size=4)),
         draw(st.floats(0, 10)),
         draw(sizes),
-        draw(st.lists(st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1), max_size=2)),
+        draw(st.lists(partners(), max_size=2)),
         draw(st.sampled_from([None, "gpu"])),
     )
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from dask_gpurt.placement.cost import SPILL_NBYTES_PER_S, Cost
+from dask_gpurt.placement.joins import Partners
 from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MAX_FETCHING,
@@ -41,6 +42,13 @@ def join_s(address, nbytes, others, places):
     return min(map(gathered_s, placed))
 
 
+def met_nbytes(task, others):
+    """Return the bytes that meet the join partners: the output, or a part of it."""
+    if isinstance(others, Partners):
+        return min(task.output_nbytes, others.met_nbytes)
+    return task.output_nbytes
+
+
 def cost(task, worker, places):
     missing = [one for one in task.inputs if worker.address not in one.holders]
     arriving = [one for one in missing if worker.address in one.arriving_s]
@@ -62,7 +70,8 @@ def cost(task, worker, places):
         duration_s=task.duration_s * worker.slowness,
         spill_s=max(0.0, new_nbytes - worker.room_nbytes) / SPILL_NBYTES_PER_S,
         join_s=math.fsum(
-            join_s(worker.address, task.output_nbytes, others, places) for others in task.joins
+            join_s(worker.address, met_nbytes(task, others), others, places)
+            for others in task.joins
         ),
     )
 
@@ -109,8 +118,9 @@ def candidates(snapshot):
     }
     needed_nbytes = sum(one.nbytes for one in task.inputs)
     for address in {address for others in task.joins for address in others}:
-        joined = [others[address] for others in task.joins if address in others]
-        saved_nbytes = sum(min(n, task.output_nbytes) for n in joined)
+        with_it = [others for others in task.joins if address in others]
+        joined = [others[address] for others in with_it]
+        saved_nbytes = sum(min(others[address], met_nbytes(task, others)) for others in with_it)
         if address in nbytes or saved_nbytes >= MIN_JOINED_SHARE * needed_nbytes:
             nbytes[address] = nbytes.get(address, 0) + sum(joined)
     near = [one for one in nbytes if allowed(snapshot, one)]

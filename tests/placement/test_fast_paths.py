@@ -20,6 +20,7 @@ from tests.placement.machines import (
     by_host,
     deterministic,
     looked_up,
+    partners,
     sizes,
     snapshot,
     tasks,
@@ -62,8 +63,7 @@ def test_holder_fast_path_agrees_with_many_joins(task, workers, places, share, d
     others = [one._replace(n_tasks=1, occupancy_s=max(one.occupancy_s, 1e-6)) for one in others]
     inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
     needed_nbytes = sum(one.nbytes for one in inputs)
-    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1, max_size=1)
-    joins = data.draw(st.lists(joined_with, max_size=2))
+    joins = data.draw(st.lists(partners(max_size=1), max_size=2))
     output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
     task = task._replace(
         inputs=inputs, output_nbytes=output_nbytes, joins=joins, device=None, duration_s=0.0
@@ -219,8 +219,7 @@ def test_holder_fast_path_agrees_for_waits_below_any_transfer(task, workers, pla
     holder = holder._replace(slowness=1.0)
     inputs = [one._replace(holders=[holder.address], arriving_s={}) for one in task.inputs]
     needed_nbytes = sum(one.nbytes for one in inputs)
-    joined_with = st.dictionaries(st.sampled_from(NAMES), sizes, min_size=1)
-    joins = data.draw(st.lists(joined_with, max_size=2))
+    joins = data.draw(st.lists(partners(), max_size=2))
     output_nbytes = int(2 * share * needed_nbytes / max(1, len(joins)))
     ways_from = [path_between(places, holder.address, one.address) for one in others]
     widest = max(one.bandwidth_nbytes_per_s for one in ways_from)

@@ -7,8 +7,10 @@ This module reads the scheduler's graph a few tasks ahead and decides nothing.
 from __future__ import annotations
 
 from itertools import islice
+from math import inf
 from typing import TYPE_CHECKING
 
+from dask_gpurt.placement.joins import Partners
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
 from dask_gpurt.plugins.placement.output_sizes import ExpectedSizes
 
@@ -39,8 +41,8 @@ class JoinPartners:
 
     def __call__(
         self, ts: TaskState, min_nbytes: int = MIN_JOIN_NBYTES, *, other_group: bool = False
-    ) -> list[dict[str, float]]:
-        """Return bytes of join partners by worker, for each task that will join the output.
+    ) -> list[Partners]:
+        """Return join partners, for each task that will join the output.
 
         A later task with a single input passes it on, so its dependents count too. Of `x.T + x`,
         blocks meet that were made two tasks apart.
@@ -52,7 +54,7 @@ class JoinPartners:
         other_group
             Ignore partners of the task's own group.
         """
-        found: list[dict[str, float]] = []
+        found: list[Partners] = []
         if not ts.dependents:
             return found
         level = [ts]
@@ -102,9 +104,9 @@ class JoinPartners:
         later: TaskState,
         min_nbytes: int,
         other_group: bool,
-    ) -> dict[str, float]:
-        """Return bytes by worker of the inputs of `later` besides `one`, which follows `ts`."""
-        placed: dict[str, float] = {}
+    ) -> Partners:
+        """Return the inputs of `later` besides `one`, which follows `ts`."""
+        placed = Partners({}, self._sizes(one) or inf)
         for other in later.dependencies:
             if other is one or (ws := _place_of(other)) is None:
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dask_gpurt.placement.cost import Cost
+from dask_gpurt.placement.joins import Partners
 from dask_gpurt.plugins.placement.live_contractions import Contractions
 from dask_gpurt.plugins.placement.scheduler_view import PlacementView
 
@@ -86,7 +87,7 @@ class Question:
         self._contractions = contractions
         self._allowed: tuple[Collection[WorkerState] | None] | None = None
         self._holders: list[str] | None = None
-        self._joins: list[dict[str, float]] | None = None
+        self._joins: list[Partners] | None = None
         self._main_holder: tuple[WorkerState | None] | None = None
         self._sizes: list[int] | None = None
 
@@ -127,7 +128,7 @@ class Question:
         return self._sizes
 
     @property
-    def joins(self) -> list[dict[str, float]]:
+    def joins(self) -> list[Partners]:
         """For each task that joins this one's output with other results: their bytes by worker."""
         if self._joins is None:
             self._joins = self._view.joins(self.ts)

@@ -8,8 +8,9 @@ the first of these that applies:
    was planned for it (`dask_gpurt.placement.contractions`).
 2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
    Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
-   Dask, which spreads them: those whose outputs are joined with nothing, those joined with more
-   than one host makes, and operands without a plan. Results that go to many hosts need many links.
+   Dask, which spreads them: those whose outputs are joined with nothing, operands without a plan,
+   and those joined with more than one host makes. These results go to many hosts, and need many
+   links. But if sending a result takes longer than making it, neighbours stay together.
 
 Two kinds of workers are then avoided:
 
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dask_gpurt.placement.joins import Join
+from dask_gpurt.placement.joins import Join, Partners
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Candidate, best_candidate
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MIN_JOIN_NBYTES
@@ -96,13 +97,13 @@ class RootTasks:
         if planned_host is not None and (chosen is None or chosen.host != planned_host):
             chosen = self._free_on_planned_host(planned_host, is_queueing=is_queueing) or chosen
         if chosen is None:
-            is_joined_here = (
+            stays_near = (
                 is_queueing
                 and not is_unplanned
                 and self._view.joins.may_be_joined(ts)
-                and not self._is_joined_elsewhere(ts)
+                and (not self._is_joined_elsewhere(ts) or self._leaves_slowly(ts, stock))
             )
-            chosen = self._on_last_host(stock, is_queued=may_wait) if is_joined_here else stock
+            chosen = self._on_last_host(stock, is_queued=may_wait) if stays_near else stock
             if is_queueing and self._is_behind_slow_link(chosen):
                 found = self._avoid_slow_link(ts, chosen, may_wait=may_wait)
                 if found is None:
@@ -190,7 +191,7 @@ class RootTasks:
     def _candidates(
         self,
         siblings: list[str],
-        joins: list[dict[str, float]],
+        joins: list[Partners],
         known_nbytes: int,
         stock: WorkerState,
         *,
@@ -199,7 +200,7 @@ class RootTasks:
         """Return workers near siblings where joining costs less than on stock Dask's worker."""
         nbytes = known_nbytes or NOMINAL_NBYTES
         if not known_nbytes:
-            joins = [dict.fromkeys(others, NOMINAL_NBYTES) for others in joins]
+            joins = [Partners(dict.fromkeys(others, NOMINAL_NBYTES)) for others in joins]
         later = [Join(others, self._view.links.places) for others in joins]
 
         def joined_s(address: str) -> float:
@@ -340,6 +341,17 @@ class RootTasks:
         ) and self._queue_hold.may_wait(ts, late_s)
 
     # ------------------------------------------------------------------ later joins
+
+    def _leaves_slowly(self, ts: TaskState, stock: WorkerState) -> bool:
+        """Return whether a host takes longer to send a result than a thread to make it.
+
+        It is false while neither is known.
+        """
+        nbytes = self._view.sizes(ts)
+        duration_s = ts.prefix.duration_average
+        if not nbytes or duration_s < 0:
+            return False
+        return nbytes > duration_s * self._view.links.outlet_nbytes_per_s(stock.address)
 
     def _leaving_nbytes(self, ts: TaskState) -> float:
         """Return the bytes of a task's result, or of its parts, that other tasks need elsewhere."""

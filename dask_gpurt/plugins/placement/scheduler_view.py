@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
+from dask_gpurt.placement.joins import Partners
 from dask_gpurt.placement.policy import MAX_CANDIDATES
 from dask_gpurt.placement.speeds import Speeds
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
@@ -343,7 +344,7 @@ class PlacementView:
         self,
         ts: TaskState,
         sizes: Iterable[int],
-        joins: Sequence[dict[str, float]],
+        joins: Sequence[Partners],
         candidates: Collection[str],
     ) -> Task:
         """Return what placement needs to know of a task.
@@ -425,7 +426,7 @@ class PlacementView:
         """Return whether stock Dask, which reads all holders of inputs, has few to read."""
         return all(len(dts.who_has or ()) <= MAX_HOLDERS for dts in ts.dependencies)
 
-    def idle_candidates(self, ts: TaskState, joins: Sequence[dict[str, float]]) -> tuple[str, ...]:
+    def idle_candidates(self, ts: TaskState, joins: Sequence[Partners]) -> tuple[str, ...]:
         """Return workers with a free thread that are candidates even if they have no inputs.
 
         There are none while the scheduler has queued tasks: an idle worker is about to get one of
@@ -467,7 +468,7 @@ def unknown_s(prefix: TaskPrefix) -> float:
     return max(2 * prefix.max_exec_time, UNKNOWN_S)
 
 
-def _n_places(ts: TaskState, joins: Sequence[dict[str, float]]) -> int:
+def _n_places(ts: TaskState, joins: Sequence[Partners]) -> int:
     """Return the number of workers with an input or a join partner, counting some twice."""
     return sum(len(dts.who_has or ()) for dts in ts.dependencies) + sum(map(len, joins))
 
