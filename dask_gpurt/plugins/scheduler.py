@@ -32,7 +32,7 @@ from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
-from dask_gpurt.plugins.topology.broadcast import Answers, ask
+from dask_gpurt.plugins.topology.broadcast import Answers, QuietCalls, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.plugins.worker_counters import CounterReceiver, take
@@ -125,7 +125,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.tally = CounterReceiver.at(scheduler)
-        self.machines = Machines(scheduler, self.ready)
+        self.machines = Machines(scheduler, self.ready, QuietCalls(scheduler))
         scheduler.handlers["gpurt_status"] = self.status
         # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})

@@ -414,11 +414,12 @@ class Attachment:
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_report": gpurt_report,
             "gpurt_explain": gpurt_explain,
+            "gpurt_glance": WorkerGlance(
+                worker, state, self._memory, self._unmanaged_reason
+            ).gpurt_glance,
             **HostReporter(worker).handlers,
         }
         worker.handlers.update(self._handlers)
-        glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
-        worker.handlers["gpurt_glance"] = glance.gpurt_glance
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
         self._gather_retry = GatherRetry(worker)
@@ -465,8 +466,6 @@ class Attachment:
         self._shown.uninstall()
         self._counted.uninstall()
         self._lookup.uninstall()
-        for name in self._handlers:
-            self._worker.handlers.pop(name, None)
 
     async def _restore(self) -> None:
         await self._counter_sender.send_final()
@@ -474,8 +473,10 @@ class Attachment:
             await self._memory.close()
         self.state.detach()
         await self.state.links.disconnect()
-        # Last, and never on a closing worker: a page that is open may still ask.
-        self._worker.handlers.pop("gpurt_glance", None)
+        # Last, and never on a closing worker: the scheduler may still ask. Dask logs a traceback if
+        # nobody answers.
+        for name in self._handlers:
+            self._worker.handlers.pop(name, None)
         if not is_closing(self._worker):
             self.state.final_close = None
             self._whole_close.uninstall()

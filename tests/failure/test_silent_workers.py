@@ -28,6 +28,8 @@ def hold_up(began, go_on):
 def cluster():
     settings = {
         "gpurt.enabled": True,
+        # Reports on machines are fetched only when a test asks for them.
+        "gpurt.topology.file": None,
         "gpurt.topology.probe": "off",
         # It would remove copies of values that several workers hold.
         "distributed.scheduler.active-memory-manager.start": False,

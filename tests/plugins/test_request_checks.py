@@ -174,7 +174,9 @@ def state_of_plugin(plugin):
     )
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+@gen_cluster(
+    client=True, nthreads=[("", 1)] * 2, config={"gpurt.topology.file": None}
+)  # reports of workers would change the machines meanwhile
 async def test_wrong_calls_of_the_scheduler_change_nothing(c, s, a, b):
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.plugins.dashboard.overview import overview
-from dask_gpurt.plugins.topology.broadcast import ask
+from dask_gpurt.plugins.topology.broadcast import QuietCalls, ask
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -94,7 +94,7 @@ class Gatherer:
             if self._latest is None:
                 # A worker that has just died may keep the first answers for some seconds.
                 self._latest = overview(status, self._workers(), {})
-            calls = _Calls(self._scheduler)
+            calls = QuietCalls(self._scheduler)
             most_links = max(MIN_LINKS, MAX_LINKS // max(len(self._ready), 1))
             message = {"op": "gpurt_glance", "most_links": most_links}
             answers = await ask(calls, message, sorted(self._ready), DEADLINE_S)
@@ -127,23 +127,3 @@ class Gatherer:
             }
             for ws in self._scheduler.workers.values()
         ]
-
-
-class _Calls:
-    """Calls workers for `ask`.
-
-    Stock's broadcast logs an error for a worker that has just left. An open page asks all the time.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    async def broadcast(
-        self, *, msg: dict[str, Any], workers: list[str], on_error: Any
-    ) -> dict[str, Any]:
-        (worker,) = workers
-        try:
-            call = getattr(self._scheduler.rpc(worker), msg["op"])
-            return {worker: await call(**{name: msg[name] for name in msg if name != "op"})}
-        except Exception as error:
-            return {worker: error}

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
 
 
 class Broadcaster(Protocol):
@@ -32,6 +35,26 @@ class Answers(NamedTuple):
 
     received: dict[str, Any]
     silent: list[str]
+
+
+class QuietCalls:
+    """Calls of a scheduler to workers that may leave at any time, for `ask`.
+
+    Stock's broadcast logs an error for a worker that has just left.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def broadcast(
+        self, *, msg: dict[str, Any], workers: list[str], on_error: Any
+    ) -> dict[str, Any]:
+        (worker,) = workers
+        try:
+            call = getattr(self._scheduler.rpc(worker), msg["op"])
+            return {worker: await call(**{name: msg[name] for name in msg if name != "op"})}
+        except Exception as error:
+            return {worker: error}
 
 
 async def ask(

@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import time
+import weakref
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,13 @@ _N_EMPTY = 3
 
 
 class HostReporter:
-    """Handlers of one worker."""
+    """Handlers of one worker.
+
+    Dask keeps each handler that was ever called, so these do not keep the worker.
+    """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self._worker = weakref.ref(worker)
         self.handlers: dict[str, Callable[..., Any]] = {
             "gpurt_machine": self.machine,
             "gpurt_probe": self.probe,
@@ -82,7 +86,10 @@ class HostReporter:
 
     async def _fetch(self, source: str, nbytes: int) -> ProbeTransfer:
         began = time.perf_counter()
-        answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
+        worker = self._worker()
+        if worker is None:
+            raise TransportError("the worker is closed")
+        answer = await worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
         seconds = time.perf_counter() - began
         if not isinstance(answer, dict):
             # The runtime was switched off there meanwhile.

@@ -10,7 +10,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client
+from distributed import Client, wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 import dask_gpurt
@@ -165,13 +165,18 @@ def test_job_that_nears_its_end_hands_its_values_on(slurm: Slurm) -> None:
         leaving: set[str] = set()
 
         def hold_values() -> bool:
-            """Make values until the worker that will leave has some."""
-            values.extend(jobs.client.map(make_block, range(len(values), len(values) + 8)))
-            values.extend(shuffle(jobs.client, {}))
-            results(jobs.client, values)
+            """Make values on the worker that will leave, and on any; False if it left meanwhile."""
             nodes = jobs.environ("SLURMD_NODENAME")
+            on_n1 = [one for one, node in nodes.items() if node == "n1"]
+            first = len(values)
+            options = {"workers": on_n1, "allow_other_workers": True} if on_n1 else {}
+            values.extend(jobs.client.map(make_block, range(first, first + 8), **options))
+            values.extend(shuffle(jobs.client, {}))
+            with jobs.client.as_current():
+                wait(values[first : first + 8])
             has = jobs.client.has_what()
-            leaving.update(one for one, node in nodes.items() if node == "n1" and has.get(one))
+            leaving.update(one for one in on_n1 if has.get(one))
+            results(jobs.client, values)
             return bool(leaving)
 
         until(hold_values, "no worker on n1 has values")

@@ -89,7 +89,7 @@ def settings(probe="auto", name=None):
 
 
 async def machines(cluster, probe="auto", name=None):
-    found = Machines(cluster, cluster.workers.keys())
+    found = Machines(cluster, cluster.workers.keys(), cluster)
     await found.configure(settings(probe, name))
     return found
 
