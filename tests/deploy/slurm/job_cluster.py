@@ -13,6 +13,7 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from distributed import Client
 
 from tests.deploy.slurm.throwaway import Slurm
@@ -90,7 +91,12 @@ def cluster_of_jobs(
         **options,
     }
     departures = Departures()
-    with dask.config.set({"gpurt.enabled": False}), jobqueue.SLURMCluster(**chosen) as cluster:
+    # distributed's own fixtures put back the configuration from before dask-jobqueue was imported.
+    defaults = yaml.safe_load(Path(jobqueue.__file__).with_name("jobqueue.yaml").read_text())
+    with (
+        dask.config.set({"gpurt.enabled": False, **defaults}),
+        jobqueue.SLURMCluster(**chosen) as cluster,
+    ):
         cluster.scheduler.add_plugin(departures)
         cluster.scale(jobs=n_jobs)
         with (

@@ -17,7 +17,8 @@ MIB = 1 << 20
 
 @gen_cluster(client=True, nthreads=[("", 1)], config={"distributed.worker.memory.spill": False})
 async def test_shards_are_managed_memory(c, s, a):
-    await c.submit(bytes, 3 * MIB)
+    kept = c.submit(bytes, 3 * MIB)
+    await kept
     await a.heartbeat()
     ws = s.workers[a.address]
     stock = ws.memory
