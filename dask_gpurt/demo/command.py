@@ -117,7 +117,7 @@ def _run(
         with notes.status("starting") as status:
             # A status line is overwritten, and so invisible in a file or pipe.
             say = status.update if notes.is_terminal else notes.print
-            # Whole on one line, so that a terminal finds the link.
+            # The address stays on one line, so that a terminal finds the link.
             show = partial(notes.print, markup=False, highlight=False, soft_wrap=True)
             workloads = _workloads(scale, cache_dir, queries, say, stack)
             if quick:

@@ -24,6 +24,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
 from dask_gpurt.plugins.patches.lost_values import LostValues
@@ -156,7 +157,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
-        self.gpurt_page = DashboardPage(scheduler, self.status, self.ready)
+        self.gpurt_page = DashboardPage(scheduler, Gatherer(scheduler, self.status, self.ready))
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
         # that join or leave until then.

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from statistics import median_high
 from typing import NamedTuple
 
 from dask_gpurt.topology.description import dump
@@ -82,7 +83,7 @@ def discover(
     switches: set[str] = set()
     if len(parts) > 1:
         between = _between_machines(parts, measured or {})
-        usual = sorted(between.values())[len(between) // 2] if between else None
+        usual = median_high(between.values()) if between else None
         for part in parts:
             switches |= part.join_network(between, usual)
     users: set[str] = set()

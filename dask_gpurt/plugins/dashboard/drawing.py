@@ -206,10 +206,7 @@ class _MemoryFigure:
     """A bar for each worker: its tiers from left to right, and its memory limit."""
 
     def __init__(self) -> None:
-        self.source = ColumnDataSource(
-            {name: [] for name in ("worker", "left", "right", "colour", "tier", "size")},
-            name="tiers",
-        )
+        self.source = ColumnDataSource(_columns(_TIER_FIELDS), name="tiers")
         self.limits = ColumnDataSource({"worker": [], "limit": [], "size": []}, name="limits")
         self._rows, self._extent = FactorRange(), Range1d(start=0, end=1)
         self.figure = figure(

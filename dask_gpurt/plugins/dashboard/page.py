@@ -6,9 +6,8 @@ A scheduler without a dashboard gets no page, and nothing of Bokeh is imported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tornado.web import RequestHandler
 
@@ -35,16 +34,11 @@ class OverviewJson(RequestHandler):
 
 
 class DashboardPage:
-    """The page on one scheduler, until `uninstall`. Parameters as for `Gatherer`."""
+    """The page on one scheduler, with the data of a gatherer, until `uninstall`."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        status: Callable[..., Awaitable[dict[str, Any]]],
-        ready: Collection[str],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, gatherer: Gatherer) -> None:
         self._scheduler = scheduler
-        self._gatherer = Gatherer(scheduler, status, ready)
+        self._gatherer = gatherer
         self._page: dashboard_pages.AddedPage | None = None
         self.install()
 

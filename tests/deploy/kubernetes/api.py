@@ -24,7 +24,7 @@ _LONGEST_S = 3600.0
 
 
 class Target(NamedTuple):
-    """What a request is about: a resource, and one object of it or all."""
+    """The subject of a request: a resource, and one object of it or all."""
 
     resource: Resource
     namespace: str | None
