@@ -10,10 +10,11 @@ the first of these that applies:
    Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
    Dask, which spreads them: those whose outputs are joined with nothing, operands without a plan,
    and those joined with more than one host makes. These results go to many hosts, and need many
-   links. But if sending a result takes longer than making it, neighbours stay together.
+   links.
 
-Two kinds of workers are then avoided:
+Three kinds of workers are then avoided:
 
+- a worker with a GPU, if the task leaves it unused (`host_tasks`);
 - a worker behind a link so slow that results pile up there, if the results have to leave;
 - a worker so slow that in the end the whole computation would wait for it.
 """
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 from dask_gpurt.placement.joins import Join, Partners
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Candidate, best_candidate
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
+from dask_gpurt.plugins.placement.host_tasks import HostTasks
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
 from dask_gpurt.plugins.placement.queue_hold import QueueHold
@@ -72,6 +74,7 @@ class RootTasks:
         self._contractions = contractions
         self._clock = clock
         self._queue_hold = QueueHold(scheduler)
+        self._host_tasks = HostTasks(scheduler, view)
         self._last_host: str | None = None
         #: Time at which all results made on a host behind a slow link have left, by host.
         self._leaving_until: dict[str, float] = {}
@@ -101,7 +104,7 @@ class RootTasks:
                 is_queueing
                 and not is_unplanned
                 and self._view.joins.may_be_joined(ts)
-                and (not self._is_joined_elsewhere(ts) or self._leaves_slowly(ts, stock))
+                and not self._is_joined_elsewhere(ts)
             )
             chosen = self._on_last_host(stock, is_queued=may_wait) if stays_near else stock
             if is_queueing and self._is_behind_slow_link(chosen):
@@ -114,6 +117,8 @@ class RootTasks:
             if quicker is None:
                 return None
             chosen = quicker
+        if self._view.with_gpu:
+            chosen = self._host_tasks.instead(ts, chosen)
         self._last_host = chosen.host
         self._queue_hold.placed(ts)
         return chosen
@@ -341,17 +346,6 @@ class RootTasks:
         ) and self._queue_hold.may_wait(ts, late_s)
 
     # ------------------------------------------------------------------ later joins
-
-    def _leaves_slowly(self, ts: TaskState, stock: WorkerState) -> bool:
-        """Return whether a host takes longer to send a result than a thread to make it.
-
-        It is false while neither is known.
-        """
-        nbytes = self._view.sizes(ts)
-        duration_s = ts.prefix.duration_average
-        if not nbytes or duration_s < 0:
-            return False
-        return nbytes > duration_s * self._view.links.outlet_nbytes_per_s(stock.address)
 
     def _leaving_nbytes(self, ts: TaskState) -> float:
         """Return the bytes of a task's result, or of its parts, that other tasks need elsewhere."""

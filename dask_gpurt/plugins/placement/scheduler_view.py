@@ -473,5 +473,10 @@ def _n_places(ts: TaskState, joins: Sequence[Partners]) -> int:
     return sum(len(dts.who_has or ()) for dts in ts.dependencies) + sum(map(len, joins))
 
 
+def is_gpu_type(name: str) -> bool:
+    """Return whether objects of a type are in a GPU's memory."""
+    return name.startswith(_ON_GPU)
+
+
 def _is_on_gpu(ts: TaskState) -> bool:
-    return ts.type is not None and ts.type.startswith(_ON_GPU)
+    return ts.type is not None and is_gpu_type(ts.type)
