@@ -33,7 +33,7 @@ from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
-from dask_gpurt.plugins.topology.broadcast import Answers, QuietCalls, ask
+from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.plugins.worker_counters import CounterReceiver, take
@@ -126,7 +126,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.tally = CounterReceiver.at(scheduler)
-        self.machines = Machines(scheduler, self.ready, QuietCalls(scheduler))
+        self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
         # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})
@@ -261,9 +261,10 @@ class GpurtScheduler(SchedulerPlugin):
         holders = {ws.address for ws in (task.who_has or ())} if task is not None else set()
         answers = await ask(
             self.scheduler,
-            {"op": "gpurt_explain", "key": key},
+            "gpurt_explain",
             sorted(holders & self.ready),
             ANSWER_DEADLINE_S,
+            key=key,
         )
         return answers._replace(received=_reports_in(answers))
 
@@ -455,7 +456,7 @@ class GpurtScheduler(SchedulerPlugin):
         # A client that connects during activation must not activate again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
-        answers = await ask(self.scheduler, {"op": "gpurt_report"}, asked, ANSWER_DEADLINE_S)
+        answers = await ask(self.scheduler, "gpurt_report", asked, ANSWER_DEADLINE_S)
         understood = _reports_in(answers)
         for worker, report in understood.items():
             if (known := self.scheduler.workers.get(worker)) is not None:

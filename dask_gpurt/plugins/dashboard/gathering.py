@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.plugins.dashboard.overview import overview
-from dask_gpurt.plugins.topology.broadcast import QuietCalls, ask
+from dask_gpurt.plugins.topology.broadcast import ask
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -94,10 +94,14 @@ class Gatherer:
             if self._latest is None:
                 # A worker that has just died may keep the first answers for some seconds.
                 self._latest = overview(status, self._workers(), {})
-            calls = QuietCalls(self._scheduler)
             most_links = max(MIN_LINKS, MAX_LINKS // max(len(self._ready), 1))
-            message = {"op": "gpurt_glance", "most_links": most_links}
-            answers = await ask(calls, message, sorted(self._ready), DEADLINE_S)
+            answers = await ask(
+                self._scheduler,
+                "gpurt_glance",
+                sorted(self._ready),
+                DEADLINE_S,
+                most_links=most_links,
+            )
             glances = {
                 worker: answer
                 for worker, answer in answers.received.items()

@@ -1,25 +1,18 @@
 """Broadcast a call to many workers, with one deadline for all answers.
 
 distributed's `broadcast` waits for the last answer, and a worker with a blocked event loop never
-answers. So each worker is called separately. This module knows nothing of the calls' contents.
+answers. It also logs an error for a worker that has just left. So each worker is called separately.
+This module knows nothing of the calls' contents.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-
-
-class Broadcaster(Protocol):
-    """The part of a scheduler that is used here."""
-
-    async def broadcast(
-        self, *, msg: dict[str, Any], workers: list[str], on_error: Any
-    ) -> dict[str, Any]: ...
 
 
 class Answers(NamedTuple):
@@ -37,33 +30,16 @@ class Answers(NamedTuple):
     silent: list[str]
 
 
-class QuietCalls:
-    """Calls of a scheduler to workers that may leave at any time, for `ask`.
-
-    Stock's broadcast logs an error for a worker that has just left.
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    async def broadcast(
-        self, *, msg: dict[str, Any], workers: list[str], on_error: Any
-    ) -> dict[str, Any]:
-        (worker,) = workers
-        try:
-            call = getattr(self._scheduler.rpc(worker), msg["op"])
-            return {worker: await call(**{name: msg[name] for name in msg if name != "op"})}
-        except Exception as error:
-            return {worker: error}
-
-
 async def ask(
-    scheduler: Broadcaster, msg: dict[str, Any], workers: Iterable[str], deadline_s: float
+    scheduler: Scheduler, op: str, workers: Iterable[str], deadline_s: float, **arguments: Any
 ) -> Answers:
-    """Call workers and return the answers that arrive before the deadline."""
+    """Call a handler of workers and return the answers that arrive before the deadline.
+
+    The calls use the scheduler's pool of connections, as stock's broadcasts do. The pool closes the
+    connection of a cancelled call, so a late answer is never taken for the answer to another call.
+    """
     asked = {
-        asyncio.ensure_future(scheduler.broadcast(msg=msg, workers=[one], on_error="return")): one
-        for one in workers
+        asyncio.ensure_future(getattr(scheduler.rpc(one), op)(**arguments)): one for one in workers
     }
     try:
         if asked:
@@ -71,11 +47,11 @@ async def ask(
     finally:
         # Also if the caller was cancelled.
         late = {one: None for asking, one in asked.items() if asking.cancel()}
-    received = {}
-    for asking, one in asked.items():
-        if one not in late:
-            error = asking.exception()
-            received[one] = asking.result()[one] if error is None else error
+    received = {
+        one: error if (error := asking.exception()) is not None else asking.result()
+        for asking, one in asked.items()
+        if one not in late
+    }
     return Answers(received, list(late))
 
 

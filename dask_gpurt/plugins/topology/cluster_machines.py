@@ -17,7 +17,7 @@ from distributed.metrics import time
 from dask_gpurt.config import DISCOVERED, TopologySettings
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.shielding import DEADLINE_S
-from dask_gpurt.plugins.topology.broadcast import Broadcaster, ask
+from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
@@ -53,14 +53,11 @@ class Machines:
     ----------
     ready
         Workers that can be asked. The owner keeps the collection up to date.
-    calls
-        Calls workers.
     """
 
-    def __init__(self, scheduler: Scheduler, ready: Collection[str], calls: Broadcaster) -> None:
+    def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
         self._scheduler = scheduler
         self._ready = ready
-        self._calls = calls
         self._reports: dict[str, MachineReport] = {}
         self._problems: dict[str, str] = {}
         self._measured: dict[tuple[End, End], Measured] = {}
@@ -250,8 +247,13 @@ class Machines:
             self._state = "done"
 
     async def _measure(self, source: End, target: End) -> Any:
-        msg = {"op": "gpurt_probe", "source": source.address}
-        answers = await ask(self._calls, msg, [target.address], _PROBE_DEADLINE_S)
+        answers = await ask(
+            self._scheduler,
+            "gpurt_probe",
+            [target.address],
+            _PROBE_DEADLINE_S,
+            source=source.address,
+        )
         if answers.silent:
             raise TimeoutError(_NO_ANSWER.format(_PROBE_DEADLINE_S))
         answer = answers.received[target.address]
@@ -317,7 +319,7 @@ class Machines:
         missing = sorted(set(self._ready) - self._reports.keys())
         if not missing:
             return
-        answers = await ask(self._calls, {"op": "gpurt_machine"}, missing, _REPORT_DEADLINE_S)
+        answers = await ask(self._scheduler, "gpurt_machine", missing, _REPORT_DEADLINE_S)
         for address in answers.silent:
             self._record_problem(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
         for address, answer in answers.received.items():

@@ -5,71 +5,77 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from distributed.utils_test import captured_logger, gen_cluster
 
+from dask_gpurt.plugins.topology import broadcast
 from dask_gpurt.plugins.topology.broadcast import ask
 
-SILENT = asyncio.Event()
+
+def say(worker, answer):
+    """Let a worker answer with its own addition."""
+
+    async def x(number):
+        return answer + number
+
+    worker.handlers["x"] = x
 
 
-class Cluster:
-    """A stand-in for a scheduler, with the immediate answer of each worker, if any."""
+class Silence:
+    """A handler that does not answer before its test lets it."""
 
-    def __init__(self, **answers):
-        self.answers = answers
-        self.given_up = []
+    def __init__(self, worker):
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        worker.handlers["x"] = self.x
 
-    async def broadcast(self, *, msg, workers, on_error):
-        assert on_error == "return"
-        (one,) = workers
-        answer = self.answers[one]
-        if answer is SILENT:
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self.given_up.append(one)
-                raise
-        if isinstance(answer, Exception):
-            raise answer
-        return {one: (msg["op"], answer)}
+    async def x(self, number):
+        self.is_asked.set()
+        await self.may_answer.wait()
+        return f"late {number}"
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+@gen_cluster(nthreads=[("", 1)] * 3)
+async def test_answers_arrive_although_a_worker_is_silent(s, a, b, c, monkeypatch):
+    say(a, 10)
+    silence = Silence(b)
+    say(c, "text")
+
+    async def until_others_have(asked, deadline_s):
+        assert deadline_s == 7
+        await silence.is_asked.wait()
+        while sum(not one.done() for one in asked) > 1:
+            late = [one for one in asked if not one.done()]
+            await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+
+    monkeypatch.setattr(broadcast, "_until_late", until_others_have)
+    with captured_logger("distributed.scheduler") as logged, captured_logger("distributed.core"):
+        said, silent = await ask(s, "x", [a.address, b.address, c.address], 7, number=1)
+    assert list(said) == [a.address, c.address]
+    assert said[a.address] == 11
+    assert "concatenate" in str(said[c.address])
+    assert silent == [b.address]
+    assert logged.getvalue() == ""
 
 
-def test_answers_arrive_although_some_workers_are_silent():
-    cluster = Cluster(a=1, b=SILENT, c=OSError("gone"), d=SILENT)
-
-    async def go():
-        answers = await ask(cluster, {"op": "x"}, "abcd", 0)
-        # Abandoned calls are cancelled in the next turn of the loop.
-        await asyncio.sleep(0)
-        return answers
-
-    said, silent = run(go())
-    assert list(said) == ["a", "c"]
-    assert said["a"] == ("x", 1)
-    assert said["c"] is cluster.answers["c"]
-    assert silent == cluster.given_up == ["b", "d"]
-
-
-def test_broadcast_ends_at_once_when_all_answer_or_none_is_asked():
-    cluster = Cluster(a=1, b=2)
-    assert run(ask(cluster, {"op": "x"}, "ab", 1e9)) == ({"a": ("x", 1), "b": ("x", 2)}, [])
-    assert run(ask(cluster, {"op": "x"}, "", 1e9)) == ({}, [])
+@gen_cluster(nthreads=[("", 1)])
+async def test_cancelled_call_leaves_no_late_answer(s, a):
+    silence = Silence(a)
+    asking = asyncio.create_task(ask(s, "x", [a.address], 1e9, number=1))
+    await silence.is_asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    silence.may_answer.set()
+    assert (await ask(s, "x", [a.address], 1e9, number=2)).received == {a.address: "late 2"}
+    assert s.rpc.active == 0
+    # The second call's connection stays open for the next ones.
+    assert (await ask(s, "x", [a.address], 1e9, number=3)).received == {a.address: "late 3"}
+    assert s.rpc.open == 1
 
 
-def test_cancelled_broadcast_leaves_no_requests():
-    cluster = Cluster(a=SILENT)
-
-    async def go():
-        asking = asyncio.create_task(ask(cluster, {"op": "x"}, "a", 1e9))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await asyncio.sleep(0)
-
-    run(go())
-    assert cluster.given_up == ["a"]
+@gen_cluster(nthreads=[("", 1)] * 2)
+async def test_broadcast_ends_at_once_when_all_answer_or_none_is_asked(s, a, b):
+    say(a, 10)
+    say(b, 20)
+    found = await ask(s, "x", [a.address, b.address], 1e9, number=1)
+    assert found == ({a.address: 11, b.address: 21}, [])
+    assert await ask(s, "x", [], 1e9, number=1) == ({}, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -39,26 +40,28 @@ class Cluster:
         self.asked = []
         self.answers = {}
 
-    async def broadcast(self, msg, workers, on_error):
-        assert on_error == "return"
-        self.asked += [(one, msg) for one in workers]
-        return {one: await self._answer(one, msg) for one in workers}
+    def rpc(self, one):
+        return SimpleNamespace(
+            gpurt_machine=partial(self._answer, one, "gpurt_machine"),
+            gpurt_probe=partial(self._answer, one, "gpurt_probe"),
+        )
 
-    async def _answer(self, one, msg):
-        answer = self.answers.get((one, msg["op"]), self.answers.get(msg["op"]))
+    async def _answer(self, one, op, source=None):
+        self.asked.append((one, source))
+        answer = self.answers.get((one, op), self.answers.get(op))
         if callable(answer):
             answer = answer()
         if asyncio.iscoroutine(answer):
             answer = await answer
+        if isinstance(answer, Exception):
+            raise answer
         if answer is None:
             machine = Machine(self.workers[one].host, "1", (), (), ())
-            answer = (
-                ANSWER if msg["op"] == "gpurt_probe" else MachineReport(machine, None).to_plain()
-            )
+            answer = ANSWER if source else MachineReport(machine, None).to_plain()
         return answer
 
     def probed(self):
-        return [(msg["source"], one) for one, msg in self.asked if msg["op"] == "gpurt_probe"]
+        return [(source, one) for one, source in self.asked if source]
 
 
 class Learner:
@@ -89,7 +92,7 @@ def settings(probe="auto", name=None):
 
 
 async def machines(cluster, probe="auto", name=None):
-    found = Machines(cluster, cluster.workers.keys(), cluster)
+    found = Machines(cluster, cluster.workers.keys())
     await found.configure(settings(probe, name))
     return found
 

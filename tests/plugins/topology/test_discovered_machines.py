@@ -20,7 +20,7 @@ from tests.plugins.topology.test_cluster_machines import (
 
 
 async def undiscovered(cluster, probe="off"):
-    machines = Machines(cluster, cluster.workers.keys(), cluster)
+    machines = Machines(cluster, cluster.workers.keys())
     await machines.configure(TopologySettings(DISCOVERED, None, probe))
     return machines
 
