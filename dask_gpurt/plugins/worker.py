@@ -41,6 +41,7 @@ from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
+from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.shuffle.shards import Budget, ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
@@ -403,22 +404,17 @@ class Attachment:
         else:
             logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
-        async def gpurt_report() -> dict[str, Any]:
-            memory = await self._memory.report() if self._memory is not None else None
-            return {**state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
-
-        async def gpurt_explain(key: Any) -> dict[str, Any] | None:
-            request_checks.key(key)
-            return self._memory.explain(key) if self._memory is not None else None
-
-        self._handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_report": gpurt_report,
-            "gpurt_explain": gpurt_explain,
-            "gpurt_glance": WorkerGlance(
-                worker, state, self._memory, self._unmanaged_reason
-            ).gpurt_glance,
-            **HostReporter(worker).handlers,
-        }
+        self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
+        self._host = HostReporter(worker)
+        handlers = (
+            self.gpurt_report,
+            self.gpurt_explain,
+            self._glance.gpurt_glance,
+            self._host.gpurt_machine,
+            self._host.gpurt_probe,
+            self._host.gpurt_probe_data,
+        )
+        self._handlers = {one.__name__: weak_handler(one) for one in handlers}
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
@@ -430,6 +426,16 @@ class Attachment:
         self._counter_sender = CounterSender(worker, state)
         # Last, when everything that the runtime needs is imported.
         self._gc_freeze = GcFreeze(worker)
+
+    async def gpurt_report(self) -> dict[str, Any]:
+        """Handler: return the state of the runtime here."""
+        memory = await self._memory.report() if self._memory is not None else None
+        return {**self.state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
+
+    async def gpurt_explain(self, key: Any) -> dict[str, Any] | None:
+        """Handler: return how the output of a task is stored here."""
+        request_checks.key(key)
+        return self._memory.explain(key) if self._memory is not None else None
 
     def task_left(self, key: Any, state: str) -> None:
         self._gather_retry.task_ended()

@@ -18,6 +18,7 @@ import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins.scheduler import GpurtScheduler, activation_lock
+from dask_gpurt.plugins.topology.broadcast import ask
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
@@ -211,8 +212,8 @@ async def test_nothing_waits_for_a_runtime_that_failed_to_start(c, s, a):
     assert await c.submit(sum, [1, 2]) == 3
 
 
-def handlers(s):
-    return {name for name in s.handlers if name.startswith("gpurt_")}
+def handlers(server):
+    return {name for name in server.handlers if name.startswith("gpurt_")}
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
@@ -280,8 +281,21 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})
 async def test_closed_worker_is_not_kept_alive(s):
     """A process may start many workers in turn, and each has memory and an open file."""
+    arguments = {
+        "gpurt_report": {},
+        "gpurt_explain": {"key": "x"},
+        "gpurt_glance": {"most_links": 1},
+        "gpurt_machine": {},
+        "gpurt_probe": {},
+        "gpurt_probe_data": {"nbytes": 1},
+    }
     async with Worker(s.address) as worker:
         await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
+        arguments["gpurt_probe"]["source"] = worker.address
+        assert arguments.keys() == handlers(worker)
+        for name, said in arguments.items():
+            found = await ask(s, name, [worker.address], 30, **said)
+            assert not isinstance(found.received[worker.address], Exception)
         kept = weakref.ref(worker)
     del worker
 

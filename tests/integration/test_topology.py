@@ -94,19 +94,19 @@ async def test_machines_are_described_on_request(c, s, a, b):
 @gen_cluster(client=True, config=ON)
 async def test_probes_of_a_worker_are_bounded(c, s, a, b):
     report = HostReporter(a)
-    found = await report.probe(b.address)
+    found = await report.gpurt_probe(b.address)
     assert found["transfers"][0].nbytes == 128 * 2**10
     assert found["latency_s"] > 0
-    nobody = await report.probe("tcp://127.0.0.1:9")
+    nobody = await report.gpurt_probe("tcp://127.0.0.1:9")
     assert "cannot be reached" in nobody["problem"] or "nothing came" in nobody["problem"]
     # The handler is missing, as after the runtime was switched off there.
     handler = b.handlers.pop("gpurt_probe_data")
-    assert "no longer answers" in (await report.probe(b.address))["problem"]
+    assert "no longer answers" in (await report.gpurt_probe(b.address))["problem"]
     b.handlers["gpurt_probe_data"] = handler
     for wrong in (-1, 2**40, "all", None):
         with pytest.raises(ValueError, match="a probe of"):
-            await report.probe_data(wrong)
-    parts = (await report.probe_data(2**21 + 5))["parts"]
+            await report.gpurt_probe_data(wrong)
+    parts = (await report.gpurt_probe_data(2**21 + 5))["parts"]
     assert [len(one.data) for one in parts] == [2**20, 2**20, 5]
 
 

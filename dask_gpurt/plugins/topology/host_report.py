@@ -11,7 +11,6 @@ import asyncio
 import os
 import socket
 import time
-import weakref
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ from dask_gpurt.topology.machine import Machine, MachineReport
 from dask_gpurt.topology.probing import ProbeTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distributed import Worker
 
 _SYS = Path("/sys")
@@ -41,26 +38,18 @@ _N_EMPTY = 3
 
 
 class HostReporter:
-    """Handlers of one worker.
-
-    Dask keeps each handler that was ever called, so these do not keep the worker.
-    """
+    """Handlers of one worker."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = weakref.ref(worker)
-        self.handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_machine": self.machine,
-            "gpurt_probe": self.probe,
-            "gpurt_probe_data": self.probe_data,
-        }
+        self._worker = worker
 
-    async def machine(self) -> dict[str, Any]:
+    async def gpurt_machine(self) -> dict[str, Any]:
         """Handler: return the machine, and the GPU that CUDA shows to this process first."""
         found = await asyncio.to_thread(local_machine)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
         return MachineReport(found, visible or None).to_plain()
 
-    async def probe(self, source: str) -> dict[str, Any]:
+    async def gpurt_probe(self, source: str) -> dict[str, Any]:
         """Handler: fetch a few messages from another worker.
 
         Returns
@@ -86,10 +75,7 @@ class HostReporter:
 
     async def _fetch(self, source: str, nbytes: int) -> ProbeTransfer:
         began = time.perf_counter()
-        worker = self._worker()
-        if worker is None:
-            raise TransportError("the worker is closed")
-        answer = await worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
+        answer = await self._worker.rpc(source).gpurt_probe_data(nbytes=nbytes)
         seconds = time.perf_counter() - began
         if not isinstance(answer, dict):
             # The runtime was switched off there meanwhile.
@@ -98,7 +84,7 @@ class HostReporter:
             raise TransportError(f"{source} did not send the {nbytes} bytes that were requested")
         return ProbeTransfer(nbytes, seconds)
 
-    async def probe_data(self, nbytes: int) -> dict[str, Any]:
+    async def gpurt_probe_data(self, nbytes: int) -> dict[str, Any]:
         """Handler: return `nbytes` bytes to another worker, which measures their transfer."""
         if type(nbytes) is not int or not 0 <= nbytes <= probing.LARGEST_NBYTES:
             raise ProtocolError(f"a probe of {nbytes!r} bytes")
