@@ -173,8 +173,8 @@ def explain(client: Client, key: Any) -> Any:
             The chosen worker, and why.
         ``stock_worker`` : str
             The worker that stock Dask would have chosen.
-        ``saved_s`` : float
-            Estimated seconds saved compared to stock Dask's choice.
+        ``saved_s`` : float or None
+            Estimated seconds saved compared to stock Dask's choice; None if they were not compared.
         ``candidates`` : list of dict
             Workers considered, cheapest first, each with the terms of its cost in seconds. See
             `dask_gpurt.placement.cost.Cost`.

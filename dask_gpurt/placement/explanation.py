@@ -36,9 +36,6 @@ class Record(NamedTuple):
         Address of the worker that stock Dask would choose; None if it was not computed.
     costs
         Costs of the candidates, where several were weighed.
-    saved_nbytes
-        Bytes of inputs that need not be moved, but would for stock Dask's choice; negative if it is
-        the other way round.
     """
 
     key: Hashable
@@ -46,7 +43,6 @@ class Record(NamedTuple):
     reason: str
     stock: str | None
     costs: Mapping[str, Cost]
-    saved_nbytes: int = 0
 
     @property
     def differs(self) -> bool:
@@ -54,10 +50,15 @@ class Record(NamedTuple):
         return self.stock is not None and self.stock != self.worker
 
     @property
-    def saved_s(self) -> float:
-        """Seconds that the choice saves over stock Dask's, by our own estimate; 0 if unknown."""
-        mine, stock_s = self.costs.get(self.worker), self.costs.get(self.stock or "")
-        return stock_s.total_s - mine.total_s if mine is not None and stock_s is not None else 0.0
+    def saved_s(self) -> float | None:
+        """Seconds that the choice saves over stock Dask's, by our own estimate.
+
+        None if the two were not compared.
+        """
+        if self.worker == self.stock:
+            return 0.0
+        mine, stocks = self.costs.get(self.worker), self.costs.get(self.stock or "")
+        return None if mine is None or stocks is None else stocks.total_s - mine.total_s
 
 
 def explained(record: Record) -> dict[str, Any]:
@@ -75,6 +76,5 @@ def explained(record: Record) -> dict[str, Any]:
         "reason": REASONS[record.reason],
         "stock_worker": record.stock,
         "saved_s": record.saved_s,
-        "saved_nbytes": record.saved_nbytes,
         "candidates": sorted(candidates, key=lambda one: (one["total_s"], one["worker"])),
     }

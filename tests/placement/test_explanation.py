@@ -31,7 +31,10 @@ def test_candidates_are_sorted_and_their_terms_add_up():
 
 def test_record_claims_no_savings_without_costs():
     assert not Record("x", "a", "holder", None, {}).differs
-    assert Record("x", "a", "siblings", "b", {}).saved_s == 0
+    assert Record("x", "a", "siblings", "b", {}).saved_s is None
+    assert Record("x", "a", "cost", "b", {"a": term(1.0, 0.0)}).saved_s is None
+    assert Record("x", "a", "holder", None, {"a": term(1.0, 0.0)}).saved_s is None
+    assert Record("x", "a", "small", "a", {}).saved_s == 0
     assert Record("x", "a", "cost", "a", {"a": term(1.0, 0.0)}).saved_s == 0
 
 

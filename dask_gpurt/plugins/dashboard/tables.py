@@ -168,11 +168,10 @@ def placement(seen: Mapping[str, Any]) -> str:
     n_placed = sum(placed["decisions"].values())
     if placed["policy"] == "stock":
         return quiet(f"Stock Dask placed all {n_placed:,} tasks.")
-    saved_nbytes = placed["saved_nbytes"]
     summary = (
         f"{placed['differ_from_stock']:,} of {n_placed:,} tasks went to another worker than stock "
-        f"Dask's choice. They move {format_bytes(abs(saved_nbytes))} "
-        f"{'more' if saved_nbytes < 0 else 'less'}, and save {placed['saved_s']:.1f} s by estimate."
+        "Dask's choice. Where costs were compared, this saves "
+        f"{placed['saved_s']:.1f} s by estimate."
     )
     name_of = {one["address"]: one["name"] for one in seen["workers"]}
     rows = [
@@ -180,18 +179,20 @@ def placement(seen: Mapping[str, Any]) -> str:
             one["key"] if len(one["key"]) <= 60 else one["key"][:59] + "…",
             name_of.get(one["worker"], one["worker"]),
             name_of.get(one["stock_worker"], str(one["stock_worker"])),
-            Number(_signed_bytes(one["saved_nbytes"])),
-            Number(format_time(one["saved_s"]) if one["saved_s"] > 0 else "0 s"),
+            Number(_saved(one["saved_s"])),
             Sentence(one["reason"]),
         )
         for one in placed["last_differing"]
     ]
-    names = ("task", "worker", "stock Dask's", "bytes saved", "time saved", "why")
+    names = ("task", "worker", "stock Dask's", "time saved", "why")
     return f"<div>{escape(summary)}</div>" + (table(names, rows) if rows else "")
 
 
-def _signed_bytes(nbytes: int) -> str:
-    return f"-{format_bytes(-nbytes)}" if nbytes < 0 else format_bytes(nbytes)
+def _saved(seconds: float | None) -> str:
+    """Say what a choice saves. A rule that needs no costs makes no estimate."""
+    if seconds is None:
+        return "not estimated"
+    return format_time(seconds) if seconds > 0 else "0 s"
 
 
 def codecs(seen: Mapping[str, Any]) -> str:

@@ -26,7 +26,6 @@ class PlacementLog:
         self._reasons = dict.fromkeys(REASONS, 0)
         self._n_differing = 0
         self._saved_s = 0.0
-        self._saved_nbytes = 0
         self.steals_allowed = 0
         self.steals_refused = 0
         self.n_failed = 0
@@ -38,7 +37,6 @@ class PlacementLog:
         reason: str,
         stock: str | None,
         costs: Mapping[str, Cost] = _NO_COSTS,
-        saved_nbytes: int = 0,
     ) -> None:
         """Record a decision, with the fields of `Record`.
 
@@ -46,12 +44,11 @@ class PlacementLog:
         index by key: `explain` searches all records instead.
         """
         self._reasons[reason] += 1
-        kept = key, worker, reason, stock, costs, saved_nbytes
+        kept = key, worker, reason, stock, costs
         if worker != stock:
             record = Record(*kept)
             self._n_differing += record.differs
-            self._saved_s += record.saved_s
-            self._saved_nbytes += saved_nbytes
+            self._saved_s += record.saved_s or 0.0
         self._kept.append(kept)
 
     def _latest(self) -> Iterator[Record]:
@@ -69,7 +66,6 @@ class PlacementLog:
             "decisions": dict(self._reasons),
             "differ_from_stock": self._n_differing,
             "saved_s": self._saved_s,
-            "saved_nbytes": self._saved_nbytes,
             "failed": self.n_failed,
             "steals": {"allowed": self.steals_allowed, "refused": self.steals_refused},
             "last_differing": [explained(one) for one in islice(differing, N_SHOWN)],

@@ -179,18 +179,7 @@ class Placement:
     def _keep(self, ts: TaskState, choice: Choice, reason: str) -> WorkerState | None:
         ws = choice.worker
         if ws is not None:
-            saved_nbytes = 0
-            if choice.stock is not None and choice.stock != ws.address:
-                stock = self._scheduler.workers.get(choice.stock)
-                saved_nbytes = spared_nbytes(ts, ws, stock)
-            self.log.keep(
-                ts.key,
-                ws.address,
-                choice.reason or reason,
-                choice.stock,
-                choice.costs,
-                saved_nbytes,
-            )
+            self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
         return ws
 
     # ------------------------------------------------------------------ root tasks
@@ -260,14 +249,3 @@ class Placement:
         if found and (valid := self._scheduler.valid_workers(ts)) is not None:
             found = {one: ws for one, ws in found.items() if ws in valid}
         return found
-
-
-def spared_nbytes(ts: TaskState, chosen: WorkerState, other: WorkerState | None) -> int:
-    """Return the bytes of inputs that only the chosen worker has, less those that only the other
-    one has.
-    """
-    return sum(
-        one.get_nbytes() * ((chosen in one.who_has) - (other in one.who_has))
-        for one in ts.dependencies
-        if one.who_has
-    )

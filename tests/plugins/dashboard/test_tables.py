@@ -22,7 +22,6 @@ def record(**changes):
         "worker": "tcp://a",
         "stock_worker": "tcp://b",
         "saved_s": 0.5,
-        "saved_nbytes": -1024,
         "reason": "lowest cost",
         **changes,
     }
@@ -34,7 +33,6 @@ def placed(policy="data-aware", **changes):
         "decisions": {"cost": 3, "stock": 7},
         "differ_from_stock": 2,
         "saved_s": 1.5,
-        "saved_nbytes": 2**20,
         "last_differing": [record()],
         **changes,
     }
@@ -68,13 +66,15 @@ def test_shuffles_have_their_figures_and_fallbacks():
 
 
 def test_placement_says_what_differs_and_what_it_saves():
-    seen = overview(status(placement=placed()), [worker("a"), worker("b")], {})
+    last = [record(), record(saved_s=None), record(saved_s=-0.1)]
+    seen = overview(status(placement=placed(last_differing=last)), [worker("a"), worker("b")], {})
     said = words(tables.placement(seen))
-    assert said.startswith("2 of 10 tasks went to another worker than stock Dask's choice. They ")
-    assert "move 1.00 MiB less, and save 1.5 s by estimate." in said
-    assert said.endswith("sum-1 a b -1.00 kiB 500.00 ms lowest cost")
-    seen = overview(status(placement=placed(saved_nbytes=-(2**20))), [], {})
-    assert "They move 1.00 MiB more" in words(tables.placement(seen))
+    assert said.startswith("2 of 10 tasks went to another worker than stock Dask's choice. ")
+    assert "Where costs were compared, this saves 1.5 s by estimate." in said
+    assert said.endswith(
+        "sum-1 a b 500.00 ms lowest cost sum-1 a b not estimated lowest cost"
+        " sum-1 a b 0 s lowest cost"
+    )
     seen = overview(status(placement=placed("stock")), [], {})
     assert words(tables.placement(seen)) == "Stock Dask placed all 10 tasks."
     assert "Placement is off" in words(tables.placement(overview(status(), [], {})))

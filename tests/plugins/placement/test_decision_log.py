@@ -10,7 +10,7 @@ from dask_gpurt.plugins.placement.decision_log import PlacementLog
 
 def record(key, worker="a", stock="b"):
     costs = {"a": Cost(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0), "b": Cost(2.0, 1.0, *[0.0] * 5)}
-    return Record(key, worker, "cost", stock, costs, saved_nbytes=7)
+    return Record(key, worker, "cost", stock, costs)
 
 
 def test_all_decisions_are_counted_and_the_last_kept(monkeypatch):
@@ -22,11 +22,19 @@ def test_all_decisions_are_counted_and_the_last_kept(monkeypatch):
     assert found["decisions"]["cost"] == 10
     assert found["differ_from_stock"] == 5
     assert found["saved_s"] == 10
-    assert found["saved_nbytes"] == 5 * 7
-    assert found["last_differing"][0]["saved_nbytes"] == 7
+    assert found["last_differing"][0]["saved_s"] == 2
     assert [one["key"] for one in found["last_differing"]] == ["9", "7"]
     assert log.explain(6) is None
     assert log.explain(7)["stock_worker"] == "b"
+
+
+def test_choice_without_costs_saves_nothing_that_is_known():
+    log = PlacementLog()
+    log.keep("x", "a", "siblings", "b")
+    found = log.summary()
+    assert found["differ_from_stock"] == 1
+    assert found["saved_s"] == 0
+    assert found["last_differing"][0]["saved_s"] is None
 
 
 def test_last_decision_of_a_replaced_task_is_found():
