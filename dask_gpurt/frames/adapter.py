@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -135,8 +135,7 @@ def on_host(packed: Packed, empty: Empty = fresh) -> Packed:
     return replace(packed, buffer=buffer)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows `start` to `stop` of a body: the share of one shard in one output partition."""
 
     body: Any
@@ -187,7 +186,7 @@ class OpenPartition(Protocol):
     def row_nbytes(self) -> float:
         """Average bytes of a row."""
 
-    def group(self, slots: Slots) -> tuple[Any, Sequence[int]]:
+    def group(self, slots: Slots) -> tuple[Any, npt.ArrayLike]:
         """Sort the row numbers by slot and keep their order within each slot.
 
         Returns

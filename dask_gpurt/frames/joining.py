@@ -24,6 +24,11 @@ except ImportError:  # pandas before 3
 
 
 def runs_of_one_shape(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Divide one or more pieces into runs that can be joined column by column."""
+    first = pieces[0].body.layout
+    if all(piece.body.layout is first for piece in pieces):
+        yield list(pieces)
+        return
     run: list[Piece] = []
     for piece in pieces:
         if run:

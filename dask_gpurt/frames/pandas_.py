@@ -126,9 +126,8 @@ class PandasPartition:
     def layout_key(self) -> bytes:
         return self.layout.key
 
-    def group(self, slots: Slots) -> tuple[Rows, Sequence[int]]:
-        rows, offsets = group_rows(slots.slots(self._numbers), slots.n_slots)
-        return rows, offsets.tolist()
+    def group(self, slots: Slots) -> tuple[Rows, npt.ArrayLike]:
+        return group_rows(slots.slots(self._numbers), slots.n_slots)
 
     @property
     def row_nbytes(self) -> float:
@@ -423,9 +422,9 @@ def _join_groups(
     """
     parts: dict[tuple[int, int], Part] = {}
     blocks: list[tuple[Any, npt.NDArray[np.intp]]] = []
+    n_rows = sum([stop - start for _, start, stop in pieces])
     for number, group in enumerate(layout.groups):
-        views = [piece.body.regions[number][:, piece.start : piece.stop] for piece in pieces]
-        n_rows = sum(view.shape[1] for view in views)
+        views = [body.regions[number][:, start:stop] for body, start, stop in pieces]
         out = empty(len(group.members) * n_rows * group.dtype.itemsize)
         joined = out.view(group.dtype).reshape(len(group.members), n_rows)
         np.concatenate(views, axis=1, out=joined)

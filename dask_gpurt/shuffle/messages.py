@@ -218,8 +218,8 @@ def decode_shards(
 
 def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
     """Return the shard that a header describes."""
-    return Shard.with_rows(
-        header.rows_per_slot,
+    return Shard(
+        rows_per_slot=header.rows_per_slot,
         source=header.source,
         attempt=header.attempt,
         number=header.number,

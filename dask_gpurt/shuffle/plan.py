@@ -118,7 +118,9 @@ class ExchangePlan:
 
 
 def cut_shards(
-    rows_before_slot: Sequence[int], row_nbytes: float, target_nbytes: int = SHARD_TARGET_NBYTES
+    rows_before_slot: npt.ArrayLike,
+    row_nbytes: float,
+    target_nbytes: int = SHARD_TARGET_NBYTES,
 ) -> list[tuple[int, int]]:
     """Cut consecutive slots into shards of about `target_nbytes`.
 
@@ -138,26 +140,22 @@ def cut_shards(
         Covers every slot that has rows; a slot is never divided. Ranges neither begin nor end with
         an empty slot.
     """
-    cuts: list[tuple[int, int]] = []
+    before = np.asarray(rows_before_slot)
+    filled = np.flatnonzero(np.diff(before))
+    # Running totals after each slot that has rows.
+    after = before[filled + 1]
     limit = max(1.0, target_nbytes / max(row_nbytes, 1.0))
-    first: int | None = None
-    end = 0
-    for slot in range(len(rows_before_slot) - 1):
-        if rows_before_slot[slot + 1] == rows_before_slot[slot]:
-            continue
-        if (
-            first is not None
-            and rows_before_slot[slot + 1] - rows_before_slot[first] > limit
-            and rows_before_slot[end] - rows_before_slot[first] >= limit / 2
+    cuts: list[tuple[int, int]] = []
+    position, n_before = 0, before[0]
+    while position < len(filled):
+        # The slot with which the shard reaches the limit, if any does.
+        last = int(np.searchsorted(after, n_before + limit))
+        if last == len(filled) or (
+            last > position
+            and after[last] - n_before > limit
+            and after[last - 1] - n_before >= limit / 2
         ):
-            cuts.append((first, end))
-            first = None
-        if first is None:
-            first = slot
-        end = slot + 1
-        if rows_before_slot[end] - rows_before_slot[first] >= limit:
-            cuts.append((first, end))
-            first = None
-    if first is not None:
-        cuts.append((first, end))
+            last -= 1
+        cuts.append((int(filled[position]), int(filled[last]) + 1))
+        position, n_before = last + 1, after[last]
     return cuts

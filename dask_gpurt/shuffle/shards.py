@@ -13,17 +13,17 @@ instant.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dask_gpurt.errors import (
     IncompleteExchangeError,
@@ -34,6 +34,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, on_host
 from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle.slot_index import SlotIndex
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 
 logger = logging.getLogger("dask_gpurt.shuffle")
@@ -103,7 +104,7 @@ class Shard:
     number: int
     count: int
     first_slot: int
-    rows_before_slot: list[int]
+    rows_per_slot: npt.NDArray[np.uint32]
     layout_key: bytes
     body: Any = None
     packed: Packed | None = None
@@ -111,35 +112,24 @@ class Shard:
     packed_nbytes: int = 0
     sections: tuple[int, int] = (0, 0)
     nbytes: int = 0
+    n_rows: int = field(init=False)
     unread: int = field(init=False)
 
     def __post_init__(self) -> None:
-        rows = self.rows_before_slot
-        self.unread = sum(a != b for a, b in pairwise(rows))
+        self.n_rows = int(self.rows_per_slot.sum(dtype=np.int64))
+        self.unread = int(np.count_nonzero(self.rows_per_slot))
         if self.body is not None:
             self.nbytes = self.body.nbytes
         elif self.packed is not None:
             self.nbytes = self.packed.buffer.nbytes
 
-    @classmethod
-    def with_rows(cls, rows_per_slot: Sequence[int], **fields: Any) -> Shard:
-        return cls(rows_before_slot=[0, *accumulate(rows_per_slot)], **fields)
-
     @property
     def end_slot(self) -> int:
-        return self.first_slot + len(self.rows_before_slot) - 1
-
-    @property
-    def n_rows(self) -> int:
-        return self.rows_before_slot[-1]
+        return self.first_slot + len(self.rows_per_slot)
 
     @property
     def is_resident(self) -> bool:
         return self.body is not None or self.packed is not None
-
-    def rows_of(self, slot: int) -> tuple[int, int]:
-        position = slot - self.first_slot
-        return self.rows_before_slot[position], self.rows_before_slot[position + 1]
 
 
 class ShardStore:
@@ -191,13 +181,12 @@ class ShardStore:
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
         self._sources: dict[int, list[Shard]] = {}
-        self._firsts: dict[int, list[int]] | None = None
+        #: All shards in the order of the inputs, and their index; None before `seal`.
+        self._sealed: tuple[list[Shard], SlotIndex] | None = None
         self._readers = readers or {}
         #: Results that are safe, for slots with several readers.
         self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
-        #: Index entries found for slots that are not released yet.
-        self._being_read: dict[int, list[tuple[Shard, int, int]]] = {}
         self._files: list[SpillFile] = []
         self._can_spill = may_spill
         self._has_warned = False
@@ -337,7 +326,7 @@ class ShardStore:
             An input partition announced more shards than arrived.
         """
         with self._lock:
-            if self._firsts is not None:
+            if self._sealed is not None:
                 return
             for source, known in self._sources.items():
                 if known and len(known) != known[0].count:
@@ -347,10 +336,8 @@ class ShardStore:
                     )
                 known.sort(key=lambda shard: shard.first_slot)
             self._sources = dict(sorted(self._sources.items()))
-            self._firsts = {
-                source: [shard.first_slot for shard in known]
-                for source, known in self._sources.items()
-            }
+            shards = list(chain.from_iterable(self._sources.values()))
+            self._sealed = shards, SlotIndex(self._slots, shards)
 
     def rows_of_slots(self) -> dict[int, int]:
         """Return the rows that arrived so far, for each of this worker's slots."""
@@ -359,9 +346,7 @@ class ShardStore:
         with self._lock:
             for known in self._sources.values():
                 for shard in known:
-                    rows[shard.first_slot - first : shard.end_slot - first] += np.diff(
-                        shard.rows_before_slot
-                    )
+                    rows[shard.first_slot - first : shard.end_slot - first] += shard.rows_per_slot
         return dict(enumerate(rows.tolist(), first))
 
     def pieces(self, slot: int) -> list[Piece]:
@@ -379,26 +364,17 @@ class ShardStore:
                 raise PartitionReleasedError(f"slot {slot} was released")
             if self._closed:
                 raise PartitionReleasedError("the run was closed")
-            found = self._being_read[slot] = self._with_rows_for(slot)
-            bodies = [shard.body for shard, _, _ in found]
-        return [
-            Piece(self._body(shard) if body is None else body, start, stop)
-            for body, (shard, start, stop) in zip(bodies, found, strict=True)
-        ]
-
-    def _with_rows_for(self, slot: int) -> list[tuple[Shard, int, int]]:
-        """Return the shards that have rows of a slot, with their row ranges, in input order."""
-        assert self._firsts is not None, "pieces() before seal()"
-        found = []
-        for source, firsts in self._firsts.items():
-            position = bisect.bisect_right(firsts, slot) - 1
-            if position >= 0:
-                shard = self._sources[source][position]
-                if slot < shard.end_slot:
-                    start, stop = shard.rows_of(slot)
-                    if stop > start:
-                        found.append((shard, start, stop))
-        return found
+            assert self._sealed is not None, "pieces() before seal()"
+            shards, index = self._sealed
+            numbers, starts, stops = index.rows_of(slot)
+            found = [shards[number] for number in numbers]
+            bodies = [shard.body for shard in found]
+        if any(body is None for body in bodies):
+            bodies = [
+                self._body(shard) if body is None else body
+                for shard, body in zip(found, bodies, strict=True)
+            ]
+        return list(map(Piece, bodies, starts, stops))
 
     def _body(self, shard: Shard) -> Any:
         with self._lock:
@@ -450,7 +426,7 @@ class ShardStore:
         """
         files: list[SpillFile] = []
         with self._lock:
-            if slot in self._released or self._firsts is None:
+            if slot in self._released or self._sealed is None:
                 return
             if slot in self._readers:
                 results = self._results.setdefault(slot, set())
@@ -458,8 +434,9 @@ class ShardStore:
                 if len(results) < self._readers[slot]:
                     return
             self._released.add(slot)
-            read = self._being_read.pop(slot, None)
-            for shard, _, _ in self._with_rows_for(slot) if read is None else read:
+            shards, index = self._sealed
+            for number in index.shards_of(slot):
+                shard = shards[number]
                 shard.unread -= 1
                 if not shard.unread:
                     if shard.on_disk is not None:
@@ -486,8 +463,7 @@ class ShardStore:
         with self._lock:
             self._closed = True
             self._sources.clear()
-            self._firsts = {}
-            self._being_read.clear()
+            self._sealed = [], SlotIndex(self._slots, ())
             self._resident(-self.resident_nbytes)
             self._stored(-self._on_disk_nbytes)
         # Wait for a spill in progress: its file must not be closed meanwhile.

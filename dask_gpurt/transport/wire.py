@@ -41,6 +41,9 @@ _LENGTH = struct.Struct("<I")
 #: checksum, parts, table bytes
 _SHARD = struct.Struct("<IIQIIIIQQQIII")
 
+#: Type of the number of rows of a slot.
+_ROWS = np.dtype("<u4")
+
 #: Number of lanes of a checksum; consecutive words go to consecutive lanes.
 _LANES = 128
 
@@ -80,8 +83,8 @@ class ShardHeader:
         This is shard `number` of `count` from this source for this receiver.
     first_slot
         Slot of the first entry of `rows_per_slot`.
-    rows_per_slot
-        Rows for each of the consecutive slots.
+    packed_rows
+        Rows for each of the consecutive slots, as `pack_rows` returns them.
     buffer_nbytes, arrow_nbytes, pickle_nbytes
         Length of the packed shard, and of its last two sections.
     checksum
@@ -98,7 +101,7 @@ class ShardHeader:
     number: int
     count: int
     first_slot: int
-    rows_per_slot: tuple[int, ...]
+    packed_rows: bytes
     buffer_nbytes: int = 0
     arrow_nbytes: int = 0
     pickle_nbytes: int = 0
@@ -112,8 +115,30 @@ class ShardHeader:
         return sum(self.parts)
 
     @property
+    def rows_per_slot(self) -> npt.NDArray[np.uint32]:
+        return np.frombuffer(self.packed_rows, dtype=_ROWS)
+
+    @property
+    def n_slots(self) -> int:
+        return len(self.packed_rows) // _ROWS.itemsize
+
+    @property
     def n_rows(self) -> int:
-        return sum(self.rows_per_slot)
+        return int(self.rows_per_slot.sum(dtype=np.int64))
+
+
+def pack_rows(rows_per_slot: npt.ArrayLike) -> bytes:
+    """Return the rows of consecutive slots as they travel. There may be a thousand slots.
+
+    Raises
+    ------
+    OverflowError
+        A slot has 2**32 rows or more.
+    """
+    rows = np.asarray(rows_per_slot, dtype=np.int64)
+    if rows.size and rows.max() >> 32:
+        raise OverflowError(f"{rows.max()} rows of one input partition for one output partition")
+    return rows.astype(_ROWS).tobytes()
 
 
 def encode(shards: Sequence[ShardHeader]) -> bytes:
@@ -133,7 +158,7 @@ def encode(shards: Sequence[ShardHeader]) -> bytes:
                 shard.number,
                 shard.count,
                 shard.first_slot,
-                len(shard.rows_per_slot),
+                shard.n_slots,
                 shard.buffer_nbytes,
                 shard.arrow_nbytes,
                 shard.pickle_nbytes,
@@ -142,8 +167,8 @@ def encode(shards: Sequence[ShardHeader]) -> bytes:
                 len(shard.table),
             )
         )
-        chunks.append(np.array(shard.rows_per_slot, dtype="<u4").tobytes())
-        chunks += [np.array(shard.parts, dtype="<u8").tobytes(), shard.table]
+        parts = np.array(shard.parts, dtype="<u8").tobytes()
+        chunks += [shard.packed_rows, parts, shard.table]
     sealed = b"".join(chunks)
     return _PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(sealed)) + sealed
 
@@ -176,12 +201,12 @@ def _decode(header: memoryview) -> list[ShardHeader]:
         position += _SHARD.size
         if layout >= n_layouts:
             raise ProtocolError(f"shard of layout {layout} in a message with {n_layouts}")
-        if n_slots * 4 + n_parts * 8 + n_table > len(header) - position:
+        if n_slots * _ROWS.itemsize + n_parts * 8 + n_table > len(header) - position:
             raise ProtocolError("row counts, parts or table longer than their message")
         if number >= count or arrow + pickle > nbytes:
             raise ProtocolError(f"shard {number} of {count} contradicts itself")
-        rows = np.frombuffer(header, dtype="<u4", count=n_slots, offset=position)
-        position += n_slots * 4
+        rows = bytes(header[position : position + n_slots * _ROWS.itemsize])
+        position += len(rows)
         parts = np.frombuffer(header, dtype="<u8", count=n_parts, offset=position)
         position += n_parts * 8
         table = bytes(header[position : position + n_table])
@@ -194,7 +219,7 @@ def _decode(header: memoryview) -> list[ShardHeader]:
                 number,
                 count,
                 first,
-                tuple(rows.tolist()),
+                rows,
                 nbytes,
                 arrow,
                 pickle,

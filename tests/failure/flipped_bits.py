@@ -92,7 +92,9 @@ class Shards:
 
     @property
     def header(self) -> wire.ShardHeader:
-        return wire.ShardHeader(self.layout_key, 0, 5, 0, 1, 0, (self.packed.n_rows,))
+        return wire.ShardHeader(
+            self.layout_key, 0, 5, 0, 1, 0, wire.pack_rows([self.packed.n_rows])
+        )
 
     def rows(self, layout_key: bytes, packed: Packed) -> Any:
         body = self.adapter.unpack(layout_key, packed)

@@ -69,8 +69,12 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 def _shard_headers() -> list[wire.ShardHeader]:
     entries = (SectionEntry(0, 1, 64, 64), SectionEntry(1, 8, 400, 36))
     return [
-        wire.ShardHeader(b"layout", 0, 7, 0, 2, 3, (1, 0, 5), 4096, 128, 64, 9, (4096,), b""),
-        wire.ShardHeader(b"", 5, 1, 0, 1, 0, (2,), 464, 0, 0, 0, (64, 36), pack_table(entries)),
+        wire.ShardHeader(
+            b"layout", 0, 7, 0, 2, 3, wire.pack_rows((1, 0, 5)), 4096, 128, 64, 9, (4096,), b""
+        ),
+        wire.ShardHeader(
+            b"", 5, 1, 0, 1, 0, wire.pack_rows((2,)), 464, 0, 0, 0, (64, 36), pack_table(entries)
+        ),
     ]
 
 

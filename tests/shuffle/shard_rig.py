@@ -47,8 +47,8 @@ def make_shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=
     rows = [row for i, n in enumerate(counts) for row in make_rows(source, first_slot + i, n)]
     body = np.array(rows, dtype=np.int64).reshape(-1, 3)
     contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
-    return Shard.with_rows(
-        counts,
+    return Shard(
+        rows_per_slot=np.array(counts, dtype=np.uint32),
         source=source,
         attempt=attempt,
         number=number,

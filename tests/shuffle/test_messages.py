@@ -18,7 +18,7 @@ from dask_gpurt.transport import wire
 
 
 def outgoing(number, nbytes=5000):
-    header = wire.ShardHeader(b"layout", 3, 7, number, 2, number, (1, 2))
+    header = wire.ShardHeader(b"layout", 3, 7, number, 2, number, wire.pack_rows((1, 2)))
     buffer = np.random.default_rng(number).integers(0, 9, nbytes, dtype=np.uint8)
     return Outgoing(header, Packed(buffer, 3))
 

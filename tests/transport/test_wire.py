@@ -49,7 +49,7 @@ def shard_headers(draw):
         number=draw(st.integers(0, count - 1)),
         count=count,
         first_slot=draw(st.integers(0, _U32)),
-        rows_per_slot=tuple(draw(st.lists(st.integers(0, _U32), max_size=6))),
+        packed_rows=wire.pack_rows(draw(st.lists(st.integers(0, _U32), max_size=6))),
         buffer_nbytes=nbytes,
         arrow_nbytes=arrow,
         pickle_nbytes=pickle,
@@ -65,13 +65,39 @@ _ATTEMPT = 0x0123456789ABCDEF
 #: Content of the golden file. Never change either: workers of one version exchange them.
 GOLDEN = [
     wire.ShardHeader(
-        b"layout one", 0, _ATTEMPT, 0, 2, 0, (3, 0, 5), 4096, 128, 64, 0, (4096,), b""
+        b"layout one",
+        0,
+        _ATTEMPT,
+        0,
+        2,
+        0,
+        wire.pack_rows((3, 0, 5)),
+        4096,
+        128,
+        64,
+        0,
+        (4096,),
+        b"",
     ),
-    wire.ShardHeader(b"layout two", 7, _U64, 0, 1, 258, (1,), 2**40, 0, 2**33, 9, (2**40,), b""),
     wire.ShardHeader(
-        b"layout one", 0, _ATTEMPT, 1, 2, 3, (_U32, 1), 1000, 600, 400, _U32, (7, 3), b"a table"
+        b"layout two", 7, _U64, 0, 1, 258, wire.pack_rows((1,)), 2**40, 0, 2**33, 9, (2**40,), b""
     ),
-    wire.ShardHeader(b"", _U32, 0, _U32 - 1, _U32, _U32, (), 0, 0, 0, 1, (0,), b""),
+    wire.ShardHeader(
+        b"layout one",
+        0,
+        _ATTEMPT,
+        1,
+        2,
+        3,
+        wire.pack_rows((_U32, 1)),
+        1000,
+        600,
+        400,
+        _U32,
+        (7, 3),
+        b"a table",
+    ),
+    wire.ShardHeader(b"", _U32, 0, _U32 - 1, _U32, _U32, b"", 0, 0, 0, 1, (0,), b""),
 ]
 
 

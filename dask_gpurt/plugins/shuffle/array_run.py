@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
@@ -122,13 +122,13 @@ class ArrayRun(ExchangeRun):
         parts: list[Part | None] = [None] * plan.n_slots
         for part in opened.parts:
             parts[plan.slot_of[part.output]] = part
-        before = list(accumulate((part.n_rows if part else 0 for part in parts), initial=0))
+        before = np.cumsum([0, *(part.n_rows if part else 0 for part in parts)], dtype=np.int64)
         source = self._rechunking.number(partition_id)
         shard_nbytes = DEVICE_SHARD_NBYTES if opened.is_on_device else SHARD_TARGET_NBYTES
         cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
         for worker, header, empty in cuts:
             first = header.first_slot
-            mine = parts[first : first + len(header.rows_per_slot)]
+            mine = parts[first : first + header.n_slots]
             leaves = worker != self.local_address
             yield worker, header, opened.cut([part for part in mine if part], leaves, empty)
 

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer, Tenant
@@ -206,7 +209,7 @@ class ExchangeRun:
         self,
         source: int,
         layout_key: bytes,
-        before: Sequence[int],
+        before: npt.NDArray[np.int64],
         row_nbytes: float,
         shard_nbytes: int = SHARD_TARGET_NBYTES,
     ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
@@ -231,7 +234,7 @@ class ExchangeRun:
                     number=number,
                     count=len(cuts),
                     first_slot=a,
-                    rows_per_slot=tuple(before[s + 1] - before[s] for s in range(a, b)),
+                    packed_rows=wire.pack_rows(np.diff(before[a : b + 1])),
                 )
                 stays = worker == self.local_address
                 here = partial(self.memory_for, first_slot=a)

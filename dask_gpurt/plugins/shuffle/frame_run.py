@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
@@ -172,14 +173,15 @@ class FrameRun(ExchangeRun):
     ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._frames.open(data)
         plan = self._plan
-        rows, before = opened.group(plan)
+        rows, offsets = opened.group(plan)
+        before = np.asarray(offsets, dtype=np.int64)
         wanted: list[tuple[str, wire.ShardHeader]] = []
         selections: list[Selection] = []
         shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
         cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
         for worker, header, empty in cuts:
             a = header.first_slot
-            b = a + len(header.rows_per_slot)
+            b = a + header.n_slots
             wanted.append((worker, header))
             leaves = worker != self.local_address
             mine = rows[before[a] : before[b]]
