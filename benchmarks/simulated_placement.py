@@ -63,7 +63,7 @@ def stock(machine: ClusterModel) -> Install | None:
 
 
 def data_aware(
-    described: Callable[[Topology], Topology | None], *, is_discovered: bool = False
+    described: Callable[[Topology], Topology | None],
 ) -> Callable[[ClusterModel], Install]:
     """Return an installer of the policy of `gpurt.placement`.
 
@@ -71,8 +71,6 @@ def data_aware(
     ----------
     described
         Returns what placement is told of the machines, from the whole truth.
-    is_discovered
-        Whether it is told by workers, not by a person.
     """
     from dask_gpurt.plugins.placement.placer import Placement
 
@@ -82,7 +80,7 @@ def data_aware(
 
         def install(scheduler: Scheduler) -> None:
             clock = asyncio.get_running_loop().time
-            Placement(scheduler, "data-aware", told, is_discovered=is_discovered, clock=clock)
+            Placement(scheduler, "data-aware", told, clock=clock)
 
         return install
 
@@ -93,7 +91,7 @@ POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
     "stock": stock,
     "data-aware": data_aware(lambda truth: truth),
     "data-aware-untold": data_aware(lambda truth: None),
-    "data-aware-discovered": data_aware(lambda truth: truth, is_discovered=True),
+    "data-aware-discovered": data_aware(lambda truth: truth.as_reported()),
 }
 
 

@@ -225,12 +225,7 @@ class GpurtScheduler(SchedulerPlugin):
             policy = self.settings.placement.policy
             if policy == "auto" and not self.machines.is_discovered:
                 policy = "data-aware" if self.machines.is_described else "stock"
-            self.placement = Placement(
-                self.scheduler,
-                policy,
-                self.machines.topology,
-                is_discovered=self.machines.is_discovered,
-            )
+            self.placement = Placement(self.scheduler, policy, self.machines.topology)
             if policy != "stock":
                 self.machines.set_learner(self.placement)
         self.machines.workers_changed()
@@ -242,7 +237,7 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
-        """Handler: return the machines that workers report; with `probe`, measure links first."""
+        """Handler: return the machines that are believed; with `probe`, measure links first."""
         return await self.machines.describe(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:

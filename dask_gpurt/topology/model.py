@@ -6,6 +6,10 @@ latency. A node of a host is named `host/node`; a switch between hosts has a nam
 `Topology.node_of` assigns a worker to a node by its name, address or host. This module measures
 nothing, reads no files and knows nothing of Dask.
 
+Each host, device and link is either written by a person or reported by workers. That is no part of
+what it is: equal ones may differ in it. A path that is written between two hosts is preferred to
+wider ones over reported links, because a person had a reason to write it.
+
 `dask_gpurt.topology.description` parses descriptions of machines. `dask_gpurt.topology.learned` has
 the measured links of machines that are not described.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -41,6 +45,8 @@ class Link:
         Bandwidth in each direction.
     latency_s
         Latency of one message.
+    is_reported
+        Whether no person wrote it.
     """
 
     name: str
@@ -48,6 +54,13 @@ class Link:
     kind: str
     bandwidth_nbytes_per_s: float
     latency_s: float = 0.0
+    is_reported: bool = field(default=False, compare=False)
+
+    @property
+    def host(self) -> str | None:
+        """The host that the link is inside of; None if it leads out of a host."""
+        one, other = (end.partition("/") for end in self.ends)
+        return one[0] if one[1] and one[:2] == other[:2] else None
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class DeviceNode:
     ----------
     workers
         Names or addresses of the workers that compute on it, or patterns (`*`, `?`).
+    is_reported
+        Whether no person wrote it.
     """
 
     name: str
@@ -79,6 +94,7 @@ class DeviceNode:
     numa: str | None = None
     memory_nbytes: int = 0
     workers: tuple[str, ...] = ()
+    is_reported: bool = field(default=False, compare=False)
 
 
 def is_pattern(word: str) -> bool:
@@ -104,6 +120,8 @@ class Host:
         Names and IP addresses of the host in Dask's worker addresses, besides its own name.
     switches
         Nodes that only pass bytes on: PCIe switches and root complexes, NVSwitch.
+    is_reported
+        Whether no person wrote it.
     """
 
     name: str
@@ -112,6 +130,7 @@ class Host:
     nics: tuple[Nic, ...] = ()
     switches: tuple[str, ...] = ()
     addresses: tuple[str, ...] = ()
+    is_reported: bool = field(default=False, compare=False)
 
     def node(self, name: str) -> str:
         """Return the name of one of the host's nodes in the whole topology."""
@@ -132,12 +151,15 @@ class Path:
         Kind of the narrowest link, or `local`.
     links
         Names of its links, starting at the source.
+    is_reported
+        Whether no person wrote the narrowest link.
     """
 
     latency_s: float
     bandwidth_nbytes_per_s: float
     kind: str
     links: tuple[str, ...] = ()
+    is_reported: bool = False
 
     def transfer_s(self, nbytes: float) -> float:
         """Return the seconds of a transfer that has the path to itself."""
@@ -158,6 +180,19 @@ class Topology:
     hosts: tuple[Host, ...]
     links: tuple[Link, ...]
     switches: tuple[str, ...] = ()
+
+    def as_reported(self) -> Topology:
+        """Return an equal topology of which no person wrote anything."""
+        hosts = (
+            replace(
+                host,
+                devices=tuple(replace(one, is_reported=True) for one in host.devices),
+                is_reported=True,
+            )
+            for host in self.hosts
+        )
+        links = (replace(link, is_reported=True) for link in self.links)
+        return Topology(tuple(hosts), tuple(links), self.switches)
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -228,6 +263,17 @@ class Topology:
         """Return the device at a node, or None if the node is not a device."""
         return self._devices.get(node)
 
+    def is_reported(self, node: str) -> bool:
+        """Return whether a node of a host is a device or is on a host that no person wrote."""
+        device = self._devices.get(node)
+        return node.partition("/")[0] in self._reported_hosts or (
+            device is not None and device.is_reported
+        )
+
+    @cached_property
+    def _reported_hosts(self) -> frozenset[str]:
+        return frozenset(host.name for host in self.hosts if host.is_reported)
+
     @cached_property
     def _devices(self) -> dict[str, DeviceNode]:
         return {host.node(one.name): one for host in self.hosts for one in host.devices}
@@ -235,19 +281,40 @@ class Topology:
     def path(self, source: str, target: str) -> Path | None:
         """Return the widest path between two nodes, or None if there is none.
 
-        Among equally wide paths, the one with the lowest latency wins, then the fewest links, then
-        the first by names, so the result is deterministic. Rejected: the fastest path for some
-        size, since placement is about large transfers.
+        Between hosts, it uses links that a person wrote, if these connect the nodes. Among equally
+        wide paths, the one with the lowest latency wins, then the fewest links, then the first by
+        names, so the result is deterministic. Rejected: the fastest path for some size, since
+        placement is about large transfers.
         """
         if source == target:
             return LOCAL
-        found = self._routes.path(source, target)
-        if found is None:
+        if self._written is not None:
+            written = self._written.path(source, target)
+            if written is not None:
+                return written
+        route = self._routes.path(source, target)
+        if route is None:
             return None
         narrowest = min(
-            (self._links[name] for name in found.links), key=lambda one: one.bandwidth_nbytes_per_s
+            (self._links[name] for name in route.links),
+            key=lambda one: one.bandwidth_nbytes_per_s,
         )
-        return Path(found.latency_s, narrowest.bandwidth_nbytes_per_s, narrowest.kind, found.links)
+        return Path(
+            route.latency_s,
+            narrowest.bandwidth_nbytes_per_s,
+            narrowest.kind,
+            route.links,
+            narrowest.is_reported,
+        )
+
+    @cached_property
+    def _written(self) -> Topology | None:
+        """The topology without reported links between hosts; None if all or none are reported."""
+        between = [link.is_reported for link in self.links if link.host is None]
+        if all(between) or not any(between):
+            return None
+        links = (link for link in self.links if link.host is not None or not link.is_reported)
+        return Topology(self.hosts, tuple(links), self.switches)
 
     def widest_nbytes_per_s(self, node: str) -> float:
         """Return the bandwidth of a node's widest link, which no path exceeds; 0 without links."""
@@ -279,9 +346,33 @@ class Topology:
     def outside(self, node: str) -> int:
         """Return a class number, equal for nodes that are reached alike from other hosts.
 
-        Paths from such nodes to nodes of another host have the same bandwidth and latency.
+        Paths from such nodes to nodes of another host have the same bandwidth and latency, and are
+        alike in whether a person wrote their narrowest link.
         """
-        return self._routes.outside(node)
+        if self._is_all_alike:
+            return self._routes.outside(node)
+        alike = (
+            self._routes.outside(node),
+            self._written and self._written.outside(node),
+            tuple(self._is_uplink_reported(node, switch) for switch in self.switches),
+        )
+        return self._outsides.setdefault(alike, len(self._outsides))
+
+    @cached_property
+    def _outsides(self) -> dict[Hashable, int]:
+        return {}
+
+    @cached_property
+    def _is_all_alike(self) -> bool:
+        """Whether all links are written, or all are reported."""
+        return len({link.is_reported for link in self.links}) < 2
+
+    def _is_uplink_reported(self, node: str, switch: str) -> bool | None:
+        path = self._routes.path(node, switch)
+        if path is None:
+            return None
+        links = (self._links[name] for name in path.links)
+        return min(links, key=lambda one: one.bandwidth_nbytes_per_s).is_reported
 
     def inside(self, host: str) -> int:
         """Return a class number, equal for hosts that differ only in their names.
@@ -300,7 +391,13 @@ class Topology:
                     (True, node, end in self._devices) if own == host else (False, end, False)
                     for (own, _, node), end in zip(names, link.ends, strict=True)
                 )
-                alike = *ends, link.bandwidth_nbytes_per_s, link.latency_s, link.kind
+                alike = (
+                    *ends,
+                    link.bandwidth_nbytes_per_s,
+                    link.latency_s,
+                    link.kind,
+                    link.is_reported,
+                )
                 links.setdefault(host, []).append(alike)
         numbers: dict[Hashable, int] = {}
         return {

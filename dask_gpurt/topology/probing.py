@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dask_gpurt.errors import ProtocolError
-from dask_gpurt.topology.discovery import Measured
+from dask_gpurt.topology.host_draft import Measured
 from dask_gpurt.topology.learned import End
 
 #: Limits of a whole probe. It stops at the first one that it reaches.

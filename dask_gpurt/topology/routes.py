@@ -73,6 +73,7 @@ class Routes:
             for other, _ in onward
             if None is not (here := host_of[node]) != (there := host_of[other]) is not None
         }
+        self._cabled_hosts = {host for pair in self._cabled for host in pair}
         self._outside: dict[str, int] = {}
         self._numbers: dict[Hashable, int] = {}
         self._part_of = _parts(neighbours)
@@ -102,8 +103,8 @@ class Routes:
                 (switch, tuple((width, path.latency_s) for width, path in paths))
                 for switch, paths in sorted(self._half(node).items())
             )
-            # If hosts have direct links to each other, each node is a class of its own.
-            alike = node if self._cabled else half
+            # On a host with a direct link to another, each node is a class of its own.
+            alike = node if self._host_of[node] in self._cabled_hosts else half
             found = self._numbers.setdefault(alike, len(self._numbers))
             self._outside[node] = found
         return found

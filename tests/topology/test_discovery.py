@@ -9,13 +9,13 @@ import re
 import pytest
 
 from dask_gpurt.topology import description
-from dask_gpurt.topology.discovery import (
+from dask_gpurt.topology.discovery import discover
+from dask_gpurt.topology.host_draft import (
     EFFICIENCY,
     NUMA_NBYTES_PER_S,
     PCIE_NBYTES_PER_S,
     Measured,
     WorkerReport,
-    discover,
 )
 from dask_gpurt.topology.machine import Machine, MachineReport
 from tests.topology.trees import NAMES, machine

@@ -1,5 +1,9 @@
 """Links between the workers of a live cluster: as described in a topology, else as learned.
 
+A person's figures are used as they are. Links that workers reported carry no more than the
+transfers that workers measured: Dask's connections get only a part of what a card can carry, and
+data of GPUs may pass through the host.
+
 `ClusterLinks` maps workers to nodes of the topology when they join. It caches paths, since one
 decision needs several. It knows addresses and hosts, not tasks.
 """
@@ -10,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -50,6 +55,14 @@ class Uplink(NamedTuple):
     nbytes_per_s: float
 
 
+class _Known(IntEnum):
+    """How links are known: not all, all but some from reports, or all from a person."""
+
+    PARTLY = 0
+    REPORTED = 1
+    WRITTEN = 2
+
+
 class _Location(NamedTuple):
     """The place of a worker in a topology: its node, its host, and the kinds of both.
 
@@ -59,12 +72,15 @@ class _Location(NamedTuple):
         `Topology.outside` of the node.
     inside
         `Topology.inside` of the host, and the name of the node there.
+    is_reported
+        `Topology.is_reported` of the node.
     """
 
     node: str
     host: str
     outside: int
     inside: tuple[int, str]
+    is_reported: bool
 
 
 class _Memo(dict[str, Value]):
@@ -87,15 +103,10 @@ class ClusterLinks:
     ----------
     topology
         The description of the machines; None if there is none.
-    is_discovered
-        Whether workers reported the machines, and no person checked them. Then links carry no more
-        than the transfers that workers measured: Dask's connections get only a part of what a card
-        can carry, and data of GPUs may pass through the host.
     """
 
-    def __init__(self, topology: Topology | None, *, is_discovered: bool = False) -> None:
+    def __init__(self, topology: Topology | None) -> None:
         self._topology = topology
-        self._is_discovered = is_discovered
         self._learned = LearnedLinks()
         self._shares = LearnedShares()
         self._ends: dict[str, End] = {}
@@ -119,16 +130,16 @@ class ClusterLinks:
         self._sampled: list[End] | None = None
         self._uncertainty: float | None = None
         #: None after a worker left, until it is computed again.
-        self._is_described: bool | None = None
+        self._known: _Known | None = None
         self._n_reports = 0
 
     def add(self, ws: WorkerState) -> None:
         """Add a worker that joined."""
-        was_described = self.are_described()
+        before = self._all_known()
         self._ends[ws.address] = End(ws.address, ws.host)
         self._forget_outlets()
         location = self._locate(ws)
-        self._is_described = was_described and location is not None and self._is_reached(location)
+        self._known = _Known.PARTLY if location is None else min(before, self._known_at(location))
         if location is not None:
             self._drop_location(ws.address)
             self._locations[ws.address] = location
@@ -141,7 +152,7 @@ class ClusterLinks:
                     # kind.
                     self._far_paths[location.outside].clear()
         self._uplinks.pop(ws.address, None)
-        if self._is_described:
+        if self._known:
             # Compute this now rather than during a decision, and also how others of its kind reach
             # it.
             place = self._places[ws.address] = self._place(ws.address)
@@ -160,7 +171,7 @@ class ClusterLinks:
         self._between.clear()
         self._within.clear()
         self._forget_links()
-        self._is_described = None
+        self._known = None
         for ws in workers:
             self.add(ws)
 
@@ -173,15 +184,22 @@ class ClusterLinks:
             return None
         host, _, name = node.partition("/")
         inside = self._topology.inside(host), name
-        return _Location(node, host, self._topology.outside(node), inside)
+        is_reported = self._topology.is_reported(node)
+        return _Location(node, host, self._topology.outside(node), inside, is_reported)
 
-    def _is_reached(self, location: _Location) -> bool:
-        """Return whether a path is described between a location and the other workers.
+    def _known_at(self, location: _Location) -> _Known:
+        """Return how the paths between a location and the other workers are known.
 
         The other workers have paths between them, so one of them stands for all.
         """
+        is_reported = location.is_reported
         other = next(iter(self._locations.values()), location)
-        return other.host == location.host or self._path_between(other, location) is not None
+        if other.host != location.host:
+            path = self._path_between(other, location)
+            if path is None:
+                return _Known.PARTLY
+            is_reported |= path.is_reported
+        return _Known.REPORTED if is_reported else _Known.WRITTEN
 
     def remove(self, address: str) -> None:
         """Remove a worker that left."""
@@ -189,7 +207,7 @@ class ClusterLinks:
         self._drop_location(address)
         self._uplinks.pop(address, None)
         self._learned.forget(address)
-        self._is_described = None
+        self._known = None
         self._forget_links()
         self._forget_outlets()
 
@@ -234,9 +252,9 @@ class ClusterLinks:
 
     def _learn_share(self, source: str, target: str, nbytes_per_s: float, count: int) -> None:
         here, there = self._locations.get(source), self._locations.get(target)
-        if self._is_discovered and here is not None and there is not None:
+        if here is not None and there is not None:
             described = self._described_path(here, there)
-            if described is not None:
+            if described is not None and described.is_reported:
                 self._shares.observe(described, nbytes_per_s, count)
 
     def undescribed(self) -> list[str]:
@@ -337,22 +355,27 @@ class ClusterLinks:
         return self._places
 
     def uncertainty(self) -> float:
-        """Return the factor by which links may differ from estimates; 1 if all are described."""
+        """Return the factor by which links may differ from estimates; 1 if a person wrote all."""
         if self._uncertainty is None:
-            is_certain = self.are_described() and not self._is_discovered
-            self._uncertainty = 1.0 if is_certain else self._learned.uncertainty()
+            self._uncertainty = 1.0 if self.are_written() else self._learned.uncertainty()
         return self._uncertainty
 
     def are_described(self) -> bool:
         """Return whether all workers' hosts and the paths between them are described."""
-        if self._is_described is None:
-            self._is_described = self._locations.keys() >= self._ends.keys() and all(
-                map(
-                    self._is_reached,
-                    {location.host: location for location in self._locations.values()}.values(),
-                )
-            )
-        return self._is_described
+        return self._all_known() != _Known.PARTLY
+
+    def are_written(self) -> bool:
+        """Return whether a person described all workers' hosts and the paths between them."""
+        return self._all_known() == _Known.WRITTEN
+
+    def _all_known(self) -> _Known:
+        if self._known is None:
+            if self._locations.keys() >= self._ends.keys():
+                alike = {(one.host, one.is_reported): one for one in self._locations.values()}
+                self._known = min(map(self._known_at, alike.values()), default=_Known.WRITTEN)
+            else:
+                self._known = _Known.PARTLY
+        return self._known
 
     def _place(self, address: str) -> Place:
         """Return the place of a worker; each has a kind of its own unless all are described."""
@@ -408,7 +431,7 @@ class ClusterLinks:
         return self._path_within(source, target)
 
     def _as_measured(self, described: Path) -> Path:
-        return self._shares.of(described) if self._is_discovered else described
+        return self._shares.of(described) if described.is_reported else described
 
     def _path_within(self, source: _Location, target: _Location) -> Path | None:
         """Return the path between two nodes of a host; None if not described or the same node."""

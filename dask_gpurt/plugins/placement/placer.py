@@ -55,8 +55,6 @@ class Placement:
         its time (`benchmarks.simulated_placement --policy data-aware-untold`).
     topology
         The description of the machines; None if there is none.
-    is_discovered
-        As for `ClusterLinks`.
     clock
         Returns seconds, for transfers in flight. A simulation passes its own.
     """
@@ -67,12 +65,11 @@ class Placement:
         policy: Literal["auto", "data-aware", "stock"],
         topology: Topology | None = None,
         *,
-        is_discovered: bool = False,
         clock: Callable[[], float] = time,
     ) -> None:
         self._scheduler = scheduler
         self._policy = policy
-        self._links = ClusterLinks(topology, is_discovered=is_discovered)
+        self._links = ClusterLinks(topology)
         self._view = PlacementView(scheduler, self._links, clock)
         self._contractions = Contractions(scheduler, self._view)
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
@@ -124,6 +121,10 @@ class Placement:
     def are_links_described(self) -> bool:
         """Return whether all links between workers are described."""
         return self._links.are_described()
+
+    def are_links_written(self) -> bool:
+        """Return whether a person described all links between workers."""
+        return self._links.are_written()
 
     def undescribed(self) -> list[str]:
         """Return the workers whose host is not described."""

@@ -1,8 +1,9 @@
 """Machines of a cluster, on its scheduler: described, reported by workers, and measured.
 
-The scheduler asks workers for their machines on request, and probes links if placement uses
-measured rates. All answers are validated. `placement` makes the decisions; `is_described` says
-whether it may rely on the topology.
+The scheduler asks workers for their machines if placement uses a description, and on request. It
+probes links if placement uses measured rates. Reports complete the file that a person wrote, which
+wins where it speaks. All answers are validated. `placement` makes the decisions; `is_described`
+says whether it may rely on the topology.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from dask_gpurt.plugins.shielding import DEADLINE_S
 from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
-from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
+from dask_gpurt.topology.discovery import discover
+from dask_gpurt.topology.host_draft import Measured, WorkerReport
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import MachineReport
 from dask_gpurt.topology.model import Topology
@@ -71,6 +73,8 @@ class Machines:
         #: Set if workers change while machines are being discovered.
         self._is_outdated = False
         self._settings = TopologySettings(None, None, "off")
+        #: What the file describes, and the same completed by reports. None without a description.
+        self._given: Topology | None = None
         self.topology: Topology | None = None
         self._configuring = asyncio.Lock()
 
@@ -87,7 +91,8 @@ class Machines:
             # Most clients bring the settings that are there already.
             if (settings.file, settings.text) != (self._settings.file, self._settings.text):
                 # Parsing hundreds of hosts takes half a second.
-                self.topology = await asyncio.to_thread(_described, settings)
+                given = await asyncio.to_thread(_described, settings)
+                self._given = self.topology = given
             self._settings = settings
 
     @property
@@ -96,19 +101,19 @@ class Machines:
 
         Workers report what their links can carry. Dask's connections get only a part of that, and
         less for GPU data that passes through host memory. So placement takes the figures of a
-        person as they are, and scales discovered ones to the transfers that workers measure.
+        person as they are, and scales reported ones to the transfers that workers measure.
         """
         return self.topology is not None or self.is_discovered
 
     @property
     def is_discovered(self) -> bool:
-        """Whether the description comes from workers' reports, by `gpurt.topology.file: auto`."""
+        """Whether all of the description comes from reports, by `gpurt.topology.file: auto`."""
         return self._settings.file == DISCOVERED
 
     # ------------------------------------------------------------------ discovery
 
     def _discover_if_wanted(self) -> None:
-        if not self.is_discovered or self._learner is None:
+        if not self.is_described or self._learner is None:
             return
         self._is_outdated = True
         if self._discovering is None or self._discovering.done():
@@ -118,17 +123,20 @@ class Machines:
         """Describe the machines from workers' reports, until no worker has joined meanwhile."""
         while self._is_outdated:
             self._is_outdated = False
+            settings = self._settings
             try:
                 await self._fetch_reports()
                 # For hundreds of hosts this takes seconds.
-                found = await asyncio.to_thread(discover, self._seen(), self._rates())
+                found = await asyncio.to_thread(discover, self._seen(), self._rates(), self._given)
             except Exception as error:
                 # The links are learnt then, as without a description.
                 self._record_problem("discovery", repr(error)[:200])
                 logger.error("the machines could not be described", exc_info=error)
                 return
-            is_new = found.topology != self.topology
-            if self._learner is not None and self.is_discovered and is_new:
+            if settings != self._settings:
+                # Another client named another file meanwhile.
+                self._is_outdated = self.is_described and self._learner is not None
+            elif self._learner is not None and found.topology != self.topology:
                 self.topology = found.topology
                 self._learner.describe(found.topology)
 
@@ -171,8 +179,8 @@ class Machines:
             why_not = probing.why_not(
                 self._settings.probe,
                 n_hosts=len({end.host for end in self._endpoints()}),
-                # Discovered links are scaled to what is measured, and some have no known speed.
-                is_described=self._is_any_described() and not self.is_discovered,
+                # Reported links are scaled to what is measured, and some have no known speed.
+                is_described=self._learner is not None and self._learner.are_links_written(),
                 is_needed=self._is_speed_missing(),
                 is_used=self._learner is not None,
                 is_busy=self._is_busy(),
@@ -194,9 +202,9 @@ class Machines:
                 return
 
     def _is_speed_missing(self) -> bool:
-        """Return whether discovered machines lack a link that no worker could report."""
+        """Return whether a link is missing that no person described and no worker could report."""
         return (
-            self.is_discovered
+            self.is_described
             and self._learner is not None
             and not self._learner.are_links_described()
         )
@@ -206,13 +214,6 @@ class Machines:
         if self._learner is None or not self.is_described:
             return []
         return self._learner.undescribed()
-
-    def _is_any_described(self) -> bool:
-        """Return whether any worker is on a described machine.
-
-        The description may be of other machines.
-        """
-        return self.is_described and len(self._undescribed()) < len(self._scheduler.workers)
 
     def _is_busy(self) -> bool:
         return any(ws.processing for ws in self._scheduler.workers.values())
@@ -271,7 +272,7 @@ class Machines:
     # ------------------------------------------------------------------ asked for
 
     async def describe(self, probe: bool) -> dict[str, Any]:
-        """Return the machines as workers report them, as an editable description.
+        """Return the machines as the file and workers describe them, as an editable description.
 
         Parameters
         ----------
@@ -281,7 +282,8 @@ class Machines:
         Returns
         -------
         dict
-            `text`, the number of `workers` in it, and `problems` by worker or pair.
+            `text`, the `file` that it completes or None, the number of `workers` that reported,
+            and `problems` by worker or pair.
         """
         await self._fetch_reports()
         if probe:
@@ -294,13 +296,15 @@ class Machines:
             self._probing = asyncio.create_task(self._probe(lambda: None))
             await self._probing
             self._discover_if_wanted()
-        seen, measured = self._seen(), self._rates()
+        seen, measured, given = self._seen(), self._rates(), self._given
+        file = None if given is None else self._settings.file
         # For hundreds of hosts this takes seconds.
-        text = await asyncio.to_thread(lambda: discover(seen, measured).as_text())
+        text = await asyncio.to_thread(lambda: discover(seen, measured, given).as_text())
         silent = "not included: it has not reported yet, or the runtime is off there"
         unseen = sorted(self._scheduler.workers.keys() - self._reports.keys())
         left_out = dict.fromkeys(unseen, silent)
-        return {"text": text, "workers": len(seen), "problems": {**left_out, **self._problems}}
+        problems = {**left_out, **self._problems}
+        return {"text": text, "file": file, "workers": len(seen), "problems": problems}
 
     def _seen(self) -> list[WorkerReport]:
         workers = self._scheduler.workers
@@ -358,9 +362,11 @@ class Machines:
     def summary(self) -> dict[str, Any]:
         """Return the known links and the state of the probe, for `status`."""
         rates = [found.nbytes_per_s for found in self._measured.values()]
+        hosts = () if self.topology is None else self.topology.hosts
         return {
             "file": self._settings.file if self.is_described else None,
             "undescribed": self._undescribed(),
+            "reported_hosts": sum(host.is_reported for host in hosts),
             "is_speed_missing": self._is_speed_missing(),
             "hosts": len({ws.host for ws in self._scheduler.workers.values()}),
             "probe": {

@@ -31,11 +31,13 @@ def run(policy, topology, later=None):
     """
     placed = []
 
+    told = topology and topology.as_reported()
+
     def install(scheduler):
         clock = asyncio.get_running_loop().time
-        placed.append(Placement(scheduler, policy, topology, is_discovered=True, clock=clock))
+        placed.append(Placement(scheduler, policy, told, clock=clock))
         if later is not None:
-            placed[0].describe(later)
+            placed[0].describe(later.as_reported())
 
     return simulate(MODEL, MACHINE, install), placed[0]
 

@@ -50,7 +50,7 @@ def test_described_links_are_used(described):
 
 @pytest.fixture
 def discovered():
-    links = ClusterLinks(load("two-hosts"), is_discovered=True)
+    links = ClusterLinks(load("two-hosts").as_reported())
     for one in EVERYBODY[:-1]:
         links.add(one)
     return links
@@ -84,12 +84,12 @@ def test_a_new_description_keeps_what_was_measured(discovered):
     before = discovered(RIGHT0.address, LEFT0.address)
     discovered.describe(parse("hosts: [" + ", ".join(map(_alone, "34")) + "]"), EVERYBODY)
     assert discovered.undescribed() == sorted(one.address for one in EVERYBODY)
-    discovered.describe(load("two-hosts"), EVERYBODY)
+    discovered.describe(load("two-hosts").as_reported(), EVERYBODY)
     assert discovered.undescribed() == [STRANGER.address]
     assert not discovered.are_described()
     discovered.remove(STRANGER.address)
     assert discovered(RIGHT0.address, LEFT0.address) == before
-    discovered.describe(load("two-hosts"), EVERYBODY[:-1])
+    discovered.describe(load("two-hosts").as_reported(), EVERYBODY[:-1])
     assert discovered.are_described()
 
 

@@ -14,7 +14,8 @@ import pytest
 from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
 from dask_gpurt.placement.policy import DataAware, Snapshot
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
-from dask_gpurt.topology.discovery import Measured, WorkerReport, discover
+from dask_gpurt.topology.discovery import discover
+from dask_gpurt.topology.host_draft import Measured, WorkerReport
 from dask_gpurt.topology.machine import MachineReport
 from tests.topology.test_discovery import CARDS
 from tests.topology.trees import machine
@@ -48,7 +49,7 @@ def links_of(tmp_path):
             cut = f"box-{IPS[0]}/gpu{without_bonds}"
             kept = (one for one in topology.links if one.kind != "nvlink" or cut not in one.ends)
             topology = replace(topology, links=tuple(kept))
-        links = ClusterLinks(topology, is_discovered=True)
+        links = ClusterLinks(topology)
         for one in reports:
             links.add(SimpleNamespace(address=one.address, name=one.name, host=one.host))
         assert links.are_described()

@@ -67,13 +67,17 @@ class Cluster:
 class Learner:
     """A stand-in for placement."""
 
-    def __init__(self, undescribed=()):
+    def __init__(self, undescribed=(), *, is_written=False):
         self.told = {}
         self.described = []
         self._undescribed = undescribed
+        self.is_written = is_written
 
     def are_links_described(self):
         return True
+
+    def are_links_written(self):
+        return self.is_written
 
     def undescribed(self):
         return list(self._undescribed)
@@ -204,7 +208,7 @@ def test_links_are_measured_when_the_setting_says_so(probe, name, n_hosts, is_pr
     async def go():
         cluster = Cluster(n_hosts)
         found = await machines(cluster, probe, name)
-        found.set_learner(Learner())
+        found.set_learner(Learner(is_written=name is not None))
         await settled(found)
         assert bool(cluster.probed()) == is_probed
         assert found.summary()["probe"]["state"] == ("done" if is_probed else "not run")
@@ -213,17 +217,17 @@ def test_links_are_measured_when_the_setting_says_so(probe, name, n_hosts, is_pr
 
 
 @pytest.mark.parametrize("n_strangers", [0, 1, 2])
-def test_description_of_other_machines_is_ignored(n_strangers):
+def test_links_that_a_file_lacks_are_measured(n_strangers):
     async def go():
         cluster = Cluster(2)
         found = await machines(cluster, name="two-hosts")
         strangers = list(cluster.workers)[:n_strangers]
-        found.set_learner(Learner(strangers))
+        found.set_learner(Learner(strangers, is_written=not strangers))
         await settled(found)
-        assert bool(cluster.probed()) == (n_strangers == 2)
+        assert bool(cluster.probed()) == bool(strangers)
         said = found.summary()
         assert (said["file"], said["undescribed"]) == ("two-hosts", strangers)
-        assert said["probe"]["reason"] == ("" if n_strangers == 2 else "machines are described")
+        assert said["probe"]["reason"] == ("" if strangers else "machines are described")
 
     run(go())
 

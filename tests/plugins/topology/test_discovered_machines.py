@@ -134,3 +134,72 @@ def test_discovery_that_fails_is_told(monkeypatch, caplog):
     assert learner.described == [] and found.topology is None
     assert "no such machine" in found.summary()["probe"]["problems"]["discovery"]
     assert "could not be described" in caplog.text
+
+
+# ---------------------------------------------------------------------- a file, completed
+
+ONE_HOST = """
+hosts: [{name: mine, addresses: [10.0.0.0], numa: [{name: numa0}]}]
+switches: [ethernet]
+links: [{between: [mine/numa0, ethernet], kind: ethernet, bandwidth: 7 GB/s}]
+"""
+
+
+def test_workers_complete_a_file_that_lacks_a_host():
+    async def go():
+        cluster, learner = Cluster(2), Learner()
+        found = Machines(cluster, cluster.workers.keys(), cluster)
+        await found.configure(TopologySettings("one.yaml", ONE_HOST, "on"))
+        assert not found.is_discovered
+        assert [host.name for host in found.topology.hosts] == ["mine"]
+        found.set_learner(learner)
+        await settled(found)
+        assert learner.described[-1] is found.topology
+        assert [host.name for host in found.topology.hosts] == ["mine", "10.0.0.1"]
+        assert {link.bandwidth_nbytes_per_s for link in found.topology.links} >= {7e9, RATE}
+        said = found.summary()
+        assert (said["file"], said["reported_hosts"]) == ("one.yaml", 1)
+        told = await found.describe(probe=False)
+        assert (told["file"], told["workers"]) == ("one.yaml", 2)
+        assert "# mine: as the file says" in told["text"]
+        assert "# 10.0.0.1: as its workers report" in told["text"]
+        await found.close()
+
+    run(go())
+
+
+def test_a_file_that_changes_during_a_discovery_is_completed():
+    async def go():
+        cluster = Cluster(2)
+        found = Machines(cluster, cluster.workers.keys(), cluster)
+        await found.configure(TopologySettings("one.yaml", ONE_HOST, "off"))
+        found.set_learner(Learner())
+        other = ONE_HOST.replace("mine", "other")
+
+        async def change():
+            cluster.answers.clear()
+            await found.configure(TopologySettings("other.yaml", other, "off"))
+
+        cluster.answers["gpurt_machine"] = change
+        await settled(found)
+        assert [host.name for host in found.topology.hosts] == ["other", "10.0.0.1"]
+
+    run(go())
+
+
+def test_reports_end_with_the_description():
+    async def go():
+        cluster = Cluster(2)
+        found = Machines(cluster, cluster.workers.keys(), cluster)
+        await found.configure(TopologySettings("one.yaml", ONE_HOST, "off"))
+        found.set_learner(Learner())
+
+        async def forget():
+            cluster.answers.clear()
+            await found.configure(TopologySettings(None, None, "off"))
+
+        cluster.answers["gpurt_machine"] = forget
+        await settled(found)
+        assert found.topology is None
+
+    run(go())
