@@ -172,7 +172,8 @@ def topology(
     """Write a description of the machines of a running cluster, as YAML, to standard output.
 
     Workers report the GPUs, NUMA nodes and network cards of their hosts, and the links between
-    them. Check the description, correct it, and name the file in `gpurt.topology.file`.
+    them. A file in use wins over reports. Check the description, correct it, and name the file in
+    `gpurt.topology.file`.
     """
     from dask_gpurt.command.topology import TopologyError, check_file, write
 

@@ -178,12 +178,8 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     named = ", ".join(undescribed[:_MAX_NAMED]) + ", ..." * (len(undescribed) > _MAX_NAMED)
     if file == config.DISCOVERED:
         findings = [_reported(topology, n_workers, named)]
-    elif undescribed:
-        text = f"{len(undescribed)} of {n_workers} workers are on no host of {file}: {named}"
-        remedy = "correct `addresses` of its hosts, or `workers` of its devices"
-        findings = [Finding("problem", "topology", text, remedy)]
     elif file is not None:
-        findings = [Finding("ok", "topology", f"machines are described in {file}")]
+        findings = [_written(topology, n_workers, named)]
     elif topology["hosts"] > 1:
         by_cost = (found.get("placement") or {}).get("policy") == "data-aware"
         so = "bandwidths are learnt" if by_cost else "stock Dask places tasks"
@@ -197,6 +193,25 @@ def _topology(found: Mapping[str, Any]) -> list[Finding]:
     return findings + _probe(topology["probe"])
 
 
+_MEASURE = "measure with `dask gpurt topology --probe` while no task runs"
+
+
+def _written(topology: Mapping[str, Any], n_workers: int, missing: str) -> Finding:
+    """Return whether a file and workers' reports together describe all machines."""
+    file = topology["file"]
+    if n_missing := len(topology["undescribed"]):
+        text = f"{n_missing} of {n_workers} workers are on no host of {file}, and have not reported"
+        remedy = "correct `addresses` of its hosts, or `workers` of its devices"
+        return Finding("problem", "topology", f"{text}: {missing}", remedy)
+    if topology["is_speed_missing"]:
+        text = f"{file} lacks the speed of a link, which no worker could report"
+        return Finding("note", "topology", text, f"add it, or {_MEASURE}")
+    text = f"machines are described in {file}"
+    if n_reported := topology["reported_hosts"]:
+        text += f"; workers report those that it lacks: {n_reported}"
+    return Finding("ok", "topology", text)
+
+
 def _reported(topology: Mapping[str, Any], n_workers: int, missing: str) -> Finding:
     """Return whether the machines that workers report are enough for placement."""
     if n_missing := len(topology["undescribed"]):
@@ -205,10 +220,7 @@ def _reported(topology: Mapping[str, Any], n_workers: int, missing: str) -> Find
         text = "a network card reports no speed, and it was not measured"
     else:
         return Finding("ok", "topology", "machines are described by workers' reports")
-    remedy = (
-        "measure with `dask gpurt topology --probe` while no task runs, or name a description in"
-        " gpurt.topology.file"
-    )
+    remedy = f"{_MEASURE}, or name a description in gpurt.topology.file"
     return Finding("note", "topology", f"{text}: stock Dask places tasks", remedy)
 
 

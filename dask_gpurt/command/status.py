@@ -127,9 +127,15 @@ def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:
         known = "reported by workers"
         known += f", {len(undescribed)} have not yet" if undescribed else ""
         known += "; a link has no known speed" if topology["is_speed_missing"] else ""
+    elif file is not None:
+        known = file
+        if n_reported := topology["reported_hosts"]:
+            known += f", and {n_reported} of them reported by workers"
+        if undescribed:
+            known += f", {len(undescribed)} workers are on none of its hosts and have not reported"
+        known += "; a link has no known speed" if topology["is_speed_missing"] else ""
     else:
-        known = file or "not described, links are learnt"
-        known += f", which lacks the hosts of {len(undescribed)} workers" if undescribed else ""
+        known = "not described, links are learnt"
     rows = [("machines", f"{topology['hosts']} hosts, {known}")]
     text = probe["state"] + (f": {probe['reason']}" if probe["reason"] else "")
     if probe["pairs"]:

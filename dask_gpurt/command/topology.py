@@ -1,7 +1,7 @@
 """``dask gpurt topology``: print the machines of a cluster as a description, or check one.
 
-Workers examine their machines, the scheduler combines the reports, and this module prints the
-result for the user to edit.
+Workers examine their machines. The scheduler combines the reports, and completes the file in use.
+This module prints the result for the user to edit. Its first lines say what is from where.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _HEAD = """\
-# Machines of the cluster at {address}, as {workers} of its workers report them.
+# Machines of the cluster at {address}, as {sources}.
 # Correct errors, and remove links that placement should not rely on. To use this file, set in the
 # program's environment: DASK_GPURT__TOPOLOGY__FILE=FILE
 """
@@ -56,7 +56,10 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
         raise TopologyError(str(error)) from error
     if not found["workers"]:
         raise TopologyError(f"no worker of {address} has reported; try again later")
-    print(_HEAD.format(address=address, workers=found["workers"]) + found["text"], end="")
+    sources = f"{found['workers']} of its workers report them"
+    if found["file"] is not None:
+        sources = f"{found['file']} and {found['workers']} of its workers describe them"
+    print(_HEAD.format(address=address, sources=sources) + found["text"], end="")
     for about, problem in found["problems"].items():
         print(f"dask gpurt topology: {about}: {problem}", file=sys.stderr)
     return 1 if found["problems"] else 0

@@ -199,7 +199,7 @@ def status(client: Client) -> Any:
 
 
 async def machines(client: Client, probe: bool) -> dict[str, Any]:
-    """Return the machines of a cluster as its workers report them: an editable description.
+    """Return the machines of a cluster as workers and the file in use describe them, to edit.
 
     Parameters
     ----------
@@ -209,7 +209,8 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
     Returns
     -------
     dict
-        `text`, the number of `workers` in it, and `problems` by worker or pair.
+        `text`, the `file` in use or None, the number of `workers` that reported, and `problems` by
+        worker or pair.
 
     Raises
     ------

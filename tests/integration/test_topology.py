@@ -25,6 +25,7 @@ from dask_gpurt.plugins.topology.host_report import HostReporter, local_machine
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import description
 from dask_gpurt.topology.machine import MachineReport
+from tests.integration.processes import command_line_cluster
 from tests.topology.trees import RecordedError, RecordedNvml
 
 ON = {"gpurt.enabled": True, "gpurt.placement.policy": "data-aware"}
@@ -195,6 +196,62 @@ def test_reported_machines_switch_placement_on(cluster):
     assert dask_gpurt.status(cluster)["placement"]["policy"] == "stock"
 
 
+#: Run before a worker: its machine has a name of its own, as a container does.
+OTHER_MACHINE = "import socket; socket.gethostname = lambda: 'other'\n"
+FILE_OF_ONE = """
+hosts:
+- {name: mine, addresses: [127.0.0.1], numa: [{name: numa0}]}
+switches: [ethernet]
+links:
+- {between: [mine/numa0, ethernet], kind: slow, bandwidth: 3 kB/s}
+"""
+
+
+def test_workers_complete_a_file_that_lacks_their_host(tmp_path, capsys):
+    path = tmp_path / "machines.yaml"
+    path.write_text(FILE_OF_ONE)
+    with command_line_cluster(tmp_path) as processes:
+        processes.scheduler()
+        processes.worker("--no-nanny", "--host", "127.0.0.1")
+        processes.worker("--no-nanny", "--host", "127.0.0.2", before=OTHER_MACHINE)
+        with processes.client() as client:
+            client.wait_for_workers(2, timeout=60)
+            with dask.config.set({"gpurt.topology.file": str(path)}):
+                dask_gpurt.enable(client)
+
+            def is_known():
+                said = dask_gpurt.status(client)["topology"]
+                return said["reported_hosts"] == 1 and not said["is_speed_missing"]
+
+            poll_for(is_known, timeout=30)
+            found = dask_gpurt.status(client)
+            assert found["topology"]["file"] == str(path)
+            assert not found["topology"]["undescribed"]
+            assert found["topology"]["probe"]["pairs"] == 2, "the file does not say all"
+            workers = list(client.scheduler_info()["workers"])
+            parts = [client.submit(int, 3, workers=[one], pure=False) for one in workers]
+            assert client.submit(sum, parts).result() == 6
+            assert command("topology", "--scheduler", client.scheduler.address) == 0
+    text = capsys.readouterr().out
+    assert f"as {path} and 2 of its workers describe them" in text
+    assert "# mine: as the file says" in text
+    assert "# other: as its workers report" in text
+    assert "# links between hosts as the file says: mine/numa0 - ethernet" in text
+    assert "# other: the network at 127.0.0.2 is described as it was measured" in text
+    way = description.parse(text).path("mine/numa0", "other/numa0")
+    assert (way.kind, way.bandwidth_nbytes_per_s) == ("slow", 3e3)
+
+
+def test_doctor_says_what_a_file_lacks():
+    probe = {"state": "done", "reason": "", "problems": {}}
+    topology = {"file": "box.yaml", "undescribed": [], "reported_hosts": 0, "probe": probe}
+    topology["is_speed_missing"] = True
+    (said,) = doctor._topology({"topology": topology, "workers": {"a": {}}})
+    assert said.level == "note"
+    assert said.text == "box.yaml lacks the speed of a link, which no worker could report"
+    assert "dask gpurt topology --probe" in said.remedy
+
+
 def test_doctor_says_why_stock_dask_places_tasks():
     probe = {"state": "done", "reason": "", "problems": {}}
     topology = {"file": "auto", "undescribed": [], "is_speed_missing": True, "probe": probe}
@@ -317,8 +374,12 @@ def test_undescribed_hosts_get_advice_on_the_description():
 @gen_cluster(client=True, nthreads=[("", 1)] * 4)
 async def test_workers_outside_of_the_description_are_named(c, s, *workers):
     at = sorted(worker.address for worker in workers)
-    with dask.config.set({"gpurt.enabled": True}):
+    with dask.config.set({"gpurt.enabled": True, "gpurt.topology.file": None}):
         settings = config.read()
+    await activation.activate(c, settings)
+    machines = scheduler_plugin(s).machines
+    ready = machines._ready
+    silent(machines, set())
 
     async def told(on_the_device):
         """Return the findings of doctor and the status."""
@@ -333,13 +394,21 @@ async def test_workers_outside_of_the_description_are_named(c, s, *workers):
     one, text = await told([])
     assert (one.level, bool(one.remedy)) == ("problem", True)
     named = f"{at[0]}, {at[1]}, {at[2]}, ..."
-    assert one.text == f"4 of 4 workers are on no host of box.yaml: {named}"
-    assert "box.yaml, which lacks the hosts of 4 workers" in text
+    assert one.text == f"4 of 4 workers are on no host of box.yaml, and have not reported: {named}"
+    assert "box.yaml, 4 workers are on none of its hosts and have not reported" in text
     one, text = await told(at[:3])
-    assert one.text == f"1 of 4 workers are on no host of box.yaml: {at[3]}"
+    assert one.text == f"1 of 4 workers are on no host of box.yaml, and have not reported: {at[3]}"
     one, text = await told(at)
     assert (one.level, one.text) == ("ok", "machines are described in box.yaml")
-    assert "lacks the hosts" not in text
+    assert "not reported" not in text
+    # Once they report, nothing is missing.
+    await told([])
+    machines._ready = ready
+    machines.workers_changed()
+    await async_poll_for(lambda: not machines.summary()["undescribed"], timeout=10)
+    (one,) = doctor._topology(await dask_gpurt.status(c))
+    assert one.level == "ok"
+    assert one.text == "machines are described in box.yaml; workers report those that it lacks: 1"
 
 
 @gen_cluster(nthreads=[], config={**ON, "gpurt.topology.file": "absent.yaml"})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dask_gpurt.topology import description
 from dask_gpurt.topology.discovery import discover
 from dask_gpurt.topology.host_draft import Measured
-from tests.topology.test_discovery import CARDS, workers
+from tests.topology.test_discovery import CARDS, PAGE, workers
 from tests.topology.trees import machine
 
 #: Bytes a second of the network card of each machine, as it reports them.
@@ -118,6 +120,14 @@ def test_gpus_of_a_file_are_found_by_their_workers(seen):
     assert path.bandwidth_nbytes_per_s == auto.bandwidth_nbytes_per_s
     assert topology.path("left/numa0", "left/other").bandwidth_nbytes_per_s == 1e9
     assert len([link for link in topology.links if "left/other" in link.ends]) == 1
+
+
+def test_short_example_of_the_documentation_is_enough(seen):
+    (_, example, *_) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    topology = discover(seen, given=description.parse(example)).topology
+    assert [one.name for one in topology.hosts] == ["here", "there", "third"]
+    assert topology.path("here/gpu0", "there/gpu1").bandwidth_nbytes_per_s == 50e6
+    assert topology.path("here/gpu0", "third/gpu1").bandwidth_nbytes_per_s == CARD
 
 
 def test_file_wins_over_reports_and_measurements(seen):

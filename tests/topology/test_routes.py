@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from dask_gpurt.simulate.example_clusters import gpu_hosts
+from dask_gpurt.topology.completion import completed
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import Host, Link, Numa, Topology
 from tests.topology.test_model import load
@@ -60,6 +62,27 @@ NARROWER_AND_QUICKER = Topology(
     ("lan",),
 )
 
+BOXES = gpu_hosts(4, 2, nic_bandwidth=12e9, nvlink=True)
+
+
+def partly_written(n_hosts, more="", without=()):
+    """Return the boxes as their workers report them, and the first ones also in a file."""
+    links = tuple(link for link in BOXES.links if link.name not in without)
+    hosts = "".join(f"- {{name: host{i}, numa: [{{name: numa0}}]}}\n" for i in range(n_hosts))
+    return completed(parse(f"hosts:\n{hosts}{more}"), replace(BOXES, links=links).as_reported())
+
+
+SLOW_CABLE = "links: [{between: [host0/numa0, host1/numa0], bandwidth: 2 MB/s}]"
+SLOW_UPLINK = """
+switches: [fabric]
+links: [{between: [host0/numa0, fabric], bandwidth: 2 MB/s}]
+"""
+# Some links are written by a person, and some reported.
+MIXED = {
+    "one slow cable": partly_written(3, SLOW_CABLE),
+    "one slow uplink": partly_written(2, SLOW_UPLINK, ["host0/ethernet"]),
+}
+
 TOPOLOGIES = {
     "a narrower and quicker link": NARROWER_AND_QUICKER,
     "a cable beside a switch": parse(CABLED),
@@ -100,15 +123,19 @@ def test_other_hosts_are_crossed_only_where_necessary():
     assert switched.path("a/m", "c/m").bandwidth_nbytes_per_s == 1e9
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", TOPOLOGIES | MIXED)
 def test_equal_nodes_reach_a_host_by_equal_paths(name):
     """So the width and latency of one path hold for many."""
-    topology = TOPOLOGIES[name]
+    topology = (TOPOLOGIES | MIXED)[name]
     found = {}
     for source, target in itertools.permutations(topology.nodes, 2):
         if "/" in source and "/" in target and source.split("/")[0] != target.split("/")[0]:
             path = topology.path(source, target)
-            seen = path and (path.bandwidth_nbytes_per_s, pytest.approx(path.latency_s))
+            seen = path and (
+                path.bandwidth_nbytes_per_s,
+                pytest.approx(path.latency_s),
+                path.is_reported,
+            )
             alike = topology.outside(source), topology.outside(target)
             assert found.setdefault(alike, seen) == seen
     assert 1 < len(found) < len(list(itertools.permutations(topology.nodes, 2)))
