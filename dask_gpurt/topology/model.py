@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -264,7 +264,7 @@ class Topology:
         return self._devices.get(node)
 
     def is_reported(self, node: str) -> bool:
-        """Return whether a node of a host is a device or is on a host that no person wrote."""
+        """Return whether no person wrote the host of a node, or the device that the node is."""
         device = self._devices.get(node)
         return node.partition("/")[0] in self._reported_hosts or (
             device is not None and device.is_reported
@@ -295,10 +295,7 @@ class Topology:
         route = self._routes.path(source, target)
         if route is None:
             return None
-        narrowest = min(
-            (self._links[name] for name in route.links),
-            key=lambda one: one.bandwidth_nbytes_per_s,
-        )
+        narrowest = self._narrowest(route.links)
         return Path(
             route.latency_s,
             narrowest.bandwidth_nbytes_per_s,
@@ -354,7 +351,10 @@ class Topology:
         alike = (
             self._routes.outside(node),
             self._written and self._written.outside(node),
-            tuple(self._is_uplink_reported(node, switch) for switch in self.switches),
+            frozenset(
+                (switch, self._narrowest(route.links).is_reported)
+                for switch, route in self._routes.uplinks(node).items()
+            ),
         )
         return self._outsides.setdefault(alike, len(self._outsides))
 
@@ -367,12 +367,9 @@ class Topology:
         """Whether all links are written, or all are reported."""
         return len({link.is_reported for link in self.links}) < 2
 
-    def _is_uplink_reported(self, node: str, switch: str) -> bool | None:
-        path = self._routes.path(node, switch)
-        if path is None:
-            return None
-        links = (self._links[name] for name in path.links)
-        return min(links, key=lambda one: one.bandwidth_nbytes_per_s).is_reported
+    def _narrowest(self, names: Iterable[str]) -> Link:
+        links = (self._links[name] for name in names)
+        return min(links, key=lambda one: one.bandwidth_nbytes_per_s)
 
     def inside(self, host: str) -> int:
         """Return a class number, equal for hosts that differ only in their names.

@@ -109,6 +109,10 @@ class Routes:
             self._outside[node] = found
         return found
 
+    def uplinks(self, node: str) -> dict[str, RankedPath]:
+        """Return the widest path from a node to each switch between hosts."""
+        return {switch: paths[0][1] for switch, paths in self._half(node).items()}
+
     def _joined(self, source: str, target: str) -> RankedPath | None:
         one, other = self._half(source), self._half(target)
         meeting = [switch for switch in one if switch in other]

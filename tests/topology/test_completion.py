@@ -52,6 +52,7 @@ def test_host_that_the_file_lacks_is_filled_in(seen):
     assert [one.is_reported for one in found.topology.hosts] == [False, True]
     for one in found.topology.hosts:
         assert [device.name for device in one.devices] == ["gpu0", "gpu1"]
+    assert node(found, seen, 0, 1) == "mine/gpu1", "the file does not say where on the host"
     auto = discover(seen[:6]).topology
     assert found.topology.path("mine/gpu0", "right/gpu1") == _renamed(
         auto.path("left/gpu0", "right/gpu1"), "left", "mine"

@@ -12,8 +12,9 @@ from dask_gpurt.plugins.placement import cluster_links
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.topology import learned
+from dask_gpurt.topology.completion import completed
 from dask_gpurt.topology.description import parse
-from dask_gpurt.topology.model import LOCAL
+from dask_gpurt.topology.model import LOCAL, Host, Link, Numa, Topology
 from tests.topology.test_model import load
 
 
@@ -91,6 +92,30 @@ def test_a_new_description_keeps_what_was_measured(discovered):
     assert discovered(RIGHT0.address, LEFT0.address) == before
     discovered.describe(load("two-hosts").as_reported(), EVERYBODY[:-1])
     assert discovered.are_described()
+
+
+def test_links_of_a_person_among_reported_ones_are_certain():
+    """The host of the stranger is reported, and only its paths are scaled."""
+    written = load("two-hosts")
+    third = Host("third", (Numa("numa0"),), addresses=("10.0.0.9",))
+    (switch,) = written.switches
+    link = Link("to third", ("third/numa0", switch), "ethernet", 5e9)
+    reported = Topology((third,), (link,), (switch,)).as_reported()
+    links = ClusterLinks(completed(written, reported))
+    for one in (LEFT0, RIGHT0):
+        links.add(one)
+    assert links.are_written() and links.uncertainty() == 1
+    links.add(STRANGER)
+    assert links.are_described() and not links.are_written()
+    assert links.uncertainty() > 100
+    for source in (LEFT0, STRANGER):
+        for _ in range(100):
+            links.observe(RIGHT0.address, {source.address: (0.5e9, 1)})
+    assert links(LEFT0.address, RIGHT0.address).bandwidth_nbytes_per_s == 12.5e9
+    scaled = links(STRANGER.address, RIGHT0.address)
+    assert scaled.bandwidth_nbytes_per_s == pytest.approx(0.5e9, rel=0.1)
+    links.remove(STRANGER.address)
+    assert links.are_written()
 
 
 def test_undescribed_workers_are_reachable(described):
