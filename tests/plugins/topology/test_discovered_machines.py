@@ -148,7 +148,7 @@ links: [{between: [mine/numa0, ethernet], kind: ethernet, bandwidth: 7 GB/s}]
 def test_workers_complete_a_file_that_lacks_a_host():
     async def go():
         cluster, learner = Cluster(2), Learner()
-        found = Machines(cluster, cluster.workers.keys(), cluster)
+        found = Machines(cluster, cluster.workers.keys())
         await found.configure(TopologySettings("one.yaml", ONE_HOST, "on"))
         assert not found.is_discovered
         assert [host.name for host in found.topology.hosts] == ["mine"]
@@ -171,7 +171,7 @@ def test_workers_complete_a_file_that_lacks_a_host():
 def test_a_file_that_changes_during_a_discovery_is_completed():
     async def go():
         cluster = Cluster(2)
-        found = Machines(cluster, cluster.workers.keys(), cluster)
+        found = Machines(cluster, cluster.workers.keys())
         await found.configure(TopologySettings("one.yaml", ONE_HOST, "off"))
         found.set_learner(Learner())
         other = ONE_HOST.replace("mine", "other")
@@ -190,7 +190,7 @@ def test_a_file_that_changes_during_a_discovery_is_completed():
 def test_reports_end_with_the_description():
     async def go():
         cluster = Cluster(2)
-        found = Machines(cluster, cluster.workers.keys(), cluster)
+        found = Machines(cluster, cluster.workers.keys())
         await found.configure(TopologySettings("one.yaml", ONE_HOST, "off"))
         found.set_learner(Learner())
 
