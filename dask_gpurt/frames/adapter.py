@@ -161,6 +161,10 @@ class Selection:
     ascending: bool = False
 
 
+#: See `BodyAdapter.merge`.
+Merge = Callable[[Sequence[Any], Sequence[Selection]], list[Any]]
+
+
 class Slots(Protocol):
     """The mapping from output partitions to slots."""
 
@@ -216,6 +220,14 @@ class BodyAdapter(Protocol):
     """
 
     allocate_device: ArrivalAllocator | None
+
+    @property
+    def merge(self) -> Merge | None:
+        """Gathers rows of several bodies of one layout into new bodies, one for each selection.
+
+        Rows are numbered as if the bodies were concatenated. No selection leaves this process. None
+        if merging does not pay for this kind of data.
+        """
 
     def pack(self, body: Any) -> Packed:
         """Return the body in one buffer for the disk, without a copy if possible."""

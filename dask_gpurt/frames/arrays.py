@@ -397,6 +397,7 @@ class Arrays:
         self._join = join
         self._devices = _Libraries(devices or {})
         self._layouts: dict[bytes, ChunkLayout] = {}
+        self.merge = None
         #: Only data from device memory arrives in device memory, so its library is known.
         self.allocate_device: ArrivalAllocator | None = self._allocated if devices else None
 

@@ -5,14 +5,13 @@ output partition. Then it is moved, if it leaves the process. Last it is concate
 output. Columns of one type always share a two-dimensional array. So pandas gets a consolidated
 result, and a thousand columns cost little more than one.
 
-`frames.columns` handles a single column.
+`frames.pandas_rows` gathers rows; `frames.columns` handles a single column.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,21 +27,16 @@ from dask_gpurt.frames.adapter import (
     Piece,
     Selection,
     Sizeof,
-    Slots,
     fresh,
-    mean_nbytes,
 )
-from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import (
     Categories,
     Column,
     Part,
     compose,
     decompose,
-    decompose_index,
     np_or_extension,
 )
-from dask_gpurt.frames.gather import Rows, gather_columns, group_rows
 from dask_gpurt.frames.joining import (
     frame_of_blocks,
     join_arrow,
@@ -52,6 +46,7 @@ from dask_gpurt.frames.joining import (
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
+from dask_gpurt.frames.pandas_rows import MergedRows, PandasBody, PandasPartition
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.reconciling import (
     casts_between,
@@ -59,120 +54,6 @@ from dask_gpurt.frames.reconciling import (
     with_missing_like_meta,
 )
 from dask_gpurt.frames.sections import Section, arrow_sections
-
-#: Bytes of an object in the column itself: its pointer.
-_POINTER_NBYTES = np.dtype(object).itemsize
-
-
-@dataclass
-class PandasBody:
-    """The rows of one shard. Its arrays may be views of one packed buffer."""
-
-    layout: FrameLayout
-    n_rows: int
-    regions: list[npt.NDArray[Any]]
-    batch: pa.RecordBatch | None = None
-    objects: list[Any] = field(default_factory=list)
-    held_nbytes: int = 0
-
-    @property
-    def layout_key(self) -> bytes:
-        return self.layout.key
-
-    @property
-    def nbytes(self) -> int:
-        return self.held_nbytes
-
-
-class PandasPartition:
-    """One input partition with decomposed columns."""
-
-    def __init__(self, frame: pd.DataFrame, adapter: PandasFrames):
-        self._numbers, taken = adapter.columns_of(frame)
-        index = frame.index
-        levels = (
-            [index.get_level_values(level) for level in range(index.nlevels)]
-            if isinstance(index, pd.MultiIndex)
-            else [index]
-        )
-        self._columns: list[Column] = taken + [
-            decompose_index(level, adapter.pickling, adapter.name_of(len(taken) + number))
-            for number, level in enumerate(levels)
-        ]
-        self.layout = adapter.interned(
-            FrameLayout(
-                tuple(column.layout for column in taken),
-                tuple(column.layout for column in self._columns[len(taken) :]),
-                tuple(index.names),
-                adapter.pickling,
-            )
-        )
-        self._adapter = adapter
-        for number in self.layout.objects:
-            values = self._columns[number].objects
-            adapter.pickling.try_some(values, adapter.name_of(number))
-        self._n_rows = len(frame)
-        self._arrow = {
-            str(number): ArrowRows(self._columns[number].arrow)
-            for number in (self.layout.arrow if self._n_rows else ())
-        }
-        #: Bytes of all objects in a row.
-        self._objects_nbytes = sum(
-            _POINTER_NBYTES + mean_nbytes(self._columns[number].objects, adapter.sizeof)
-            for number in self.layout.objects
-        )
-
-    @property
-    def layout_key(self) -> bytes:
-        return self.layout.key
-
-    def group(self, slots: Slots) -> tuple[Rows, npt.ArrayLike]:
-        return group_rows(slots.slots(self._numbers), slots.n_slots)
-
-    @property
-    def row_nbytes(self) -> float:
-        fixed = sum(len(g.members) * g.dtype.itemsize for g in self.layout.groups)
-        arrow = sum(column.nbytes for column in self._arrow.values())
-        return fixed + arrow / max(self._n_rows, 1) + self._objects_nbytes
-
-    def gather(self, selections: Sequence[Selection]) -> list[PandasBody | Packed]:
-        batches = self._gather_arrow(selections)
-        shards: list[PandasBody | Packed] = []
-        regions = []
-        for selection, batch in zip(selections, batches, strict=True):
-            n_rows = len(selection.rows)
-            objects = [self._columns[n].objects.take(selection.rows) for n in self.layout.objects]
-            if selection.leaves:
-                packed = self._adapter.reserve(self.layout, n_rows, batch, objects, selection.empty)
-                regions.append(self.layout.regions(packed.buffer, n_rows))
-                shards.append(packed)
-            else:
-                buffer = selection.empty(self.layout.fixed_nbytes(n_rows))
-                held = buffer.nbytes + (batch.nbytes if batch is not None else 0)
-                held += int(self._objects_nbytes * n_rows)
-                regions.append(self.layout.regions(buffer, n_rows))
-                shards.append(PandasBody(self.layout, n_rows, regions[-1], batch, objects, held))
-        gather_columns(
-            (
-                (self._columns[column].parts[part], [views[number][position] for views in regions])
-                for number, group in enumerate(self.layout.groups)
-                for position, (column, part) in enumerate(group.members)
-            ),
-            [selection.rows for selection in selections],
-            self._n_rows,
-            ascending=all(selection.ascending for selection in selections),
-        )
-        return shards
-
-    def _gather_arrow(self, selections: Sequence[Selection]) -> list[pa.RecordBatch | None]:
-        if not self._arrow:
-            return [None] * len(selections)
-        names = list(self._arrow)
-        taken = [[column.take(s.rows) for s in selections] for column in self._arrow.values()]
-        return [
-            pa.RecordBatch.from_arrays(list(arrays), names=names)
-            for arrays in zip(*taken, strict=True)
-        ]
 
 
 def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
@@ -298,6 +179,12 @@ class PandasFrames:
         if pickled:
             buffer[fixed_nbytes + arrow_nbytes :] = np.frombuffer(pickled, dtype=np.uint8)
         return Packed(buffer, n_rows, arrow_nbytes, len(pickled))
+
+    def merge(
+        self, bodies: Sequence[PandasBody], selections: Sequence[Selection]
+    ) -> list[PandasBody]:
+        merged = MergedRows(bodies, self).gather(selections)
+        return [body for body in merged if isinstance(body, PandasBody)]
 
     def pack(self, body: PandasBody) -> Packed:
         layout = body.layout

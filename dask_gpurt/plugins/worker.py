@@ -43,7 +43,8 @@ from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.plugins.worker_counters import CounterSender
-from dask_gpurt.shuffle.shards import Budget, ShardStore
+from dask_gpurt.shuffle.budget import Budget
+from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from dask_gpurt.codecs.encoded_shards import (
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.adapter import Packed
-from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
 
 Buffer = npt.NDArray[np.uint8]

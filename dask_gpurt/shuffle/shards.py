@@ -4,11 +4,12 @@ A *shard* holds the rows of one input partition for a range of this worker's out
 store takes shards from transfer tasks of its own worker and from peers. It drops duplicates, and
 returns the pieces of an output partition in the order of the input partitions. It first spills the
 shards that tasks read last, because tasks read outputs in ascending order of slots. It frees a
-shard once the results of all its partitions are safe.
+shard once the results of all its partitions are safe. Many small shards are merged, before they are
+spilled or before outputs are assembled (`shuffle.merging`).
 
 Locking: `_lock` guards the index and the accounting, and is never held over I/O or a copy.
-`_spilling` lets one thread at a time write. A shard is reachable in memory or on disk at every
-instant.
+`_spilling` lets one thread at a time write. Rows are reachable in memory or on disk at every
+instant: one step replaces shards by those that they were merged into.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dask_gpurt.errors import (
     IncompleteExchangeError,
@@ -32,8 +30,11 @@ from dask_gpurt.errors import (
     ShardStorageError,
     will_pass,
 )
-from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, on_host
+from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, fresh, on_host
 from dask_gpurt.metrics import Counters
+from dask_gpurt.shuffle import merging
+from dask_gpurt.shuffle.budget import Budget
+from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.slot_index import SlotIndex
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 
@@ -43,93 +44,14 @@ logger = logging.getLogger("dask_gpurt.shuffle")
 LOW_WATER = 0.8
 #: The store appends to a file up to this size: each file takes a descriptor.
 FILE_NBYTES = 1 << 28
-#: Shards may always take this share of their limit, however short of memory the worker is.
-LEAST_SHARE = 0.1
 
 
-class Budget:
-    """Memory budget that the shards of all runs on one worker share.
+class _Arrival(NamedTuple):
+    """The shards of one input partition: their attempt, how many there are, and which arrived."""
 
-    Attributes
-    ----------
-    most_nbytes
-        Limit while the worker has memory to spare.
-    limit_nbytes
-        Limit now.
-    on_disk_nbytes
-        Bytes of these shards on disk. Some of them may be in memory too.
-    """
-
-    def __init__(self, most_nbytes: int) -> None:
-        self._lock = threading.Lock()
-        self._used_nbytes = 0
-        self._withheld_nbytes = 0
-        self.most_nbytes = most_nbytes
-        self.on_disk_nbytes = 0
-
-    @property
-    def limit_nbytes(self) -> int:
-        return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
-
-    def lower_limit(self, nbytes: int) -> None:
-        """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
-        with self._lock:
-            taken = min(self._used_nbytes, self.limit_nbytes)
-            self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)
-
-    def raise_limit(self, nbytes: int) -> None:
-        """Raise the limit by `nbytes`, up to `most_nbytes`: the worker has memory again."""
-        with self._lock:
-            self._withheld_nbytes = max(0, self._withheld_nbytes - nbytes)
-
-    @property
-    def used_nbytes(self) -> int:
-        return self._used_nbytes
-
-    def change(self, nbytes: int) -> None:
-        with self._lock:
-            self._used_nbytes += nbytes
-
-    def change_on_disk(self, nbytes: int) -> None:
-        with self._lock:
-            self.on_disk_nbytes += nbytes
-
-
-@dataclass(eq=False)
-class Shard:
-    """Rows of one input partition for consecutive output partitions of one worker."""
-
-    source: int
     attempt: int
-    number: int
-    count: int
-    first_slot: int
-    rows_per_slot: npt.NDArray[np.uint32]
-    layout_key: bytes
-    body: Any = None
-    packed: Packed | None = None
-    on_disk: tuple[SpillFile, Extent] | None = None
-    packed_nbytes: int = 0
-    sections: tuple[int, int] = (0, 0)
-    nbytes: int = 0
-    n_rows: int = field(init=False)
-    unread: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.n_rows = int(self.rows_per_slot.sum(dtype=np.int64))
-        self.unread = int(np.count_nonzero(self.rows_per_slot))
-        if self.body is not None:
-            self.nbytes = self.body.nbytes
-        elif self.packed is not None:
-            self.nbytes = self.packed.buffer.nbytes
-
-    @property
-    def end_slot(self) -> int:
-        return self.first_slot + len(self.rows_per_slot)
-
-    @property
-    def is_resident(self) -> bool:
-        return self.body is not None or self.packed is not None
+    n_shards: int
+    numbers: set[int]
 
 
 class ShardStore:
@@ -148,6 +70,8 @@ class ShardStore:
     on_disk_io
         Called with `disk-write` or `p2p-disk-read` and the number of bytes, in the thread that did
         the I/O.
+    empty_at
+        Returns memory for merged shards.
     run_later
         Runs a call that may take long, off the critical path.
     readers
@@ -166,6 +90,7 @@ class ShardStore:
         open_file: Callable[[str], SpillFile] = SpillFile,
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
+        empty_at: merging.EmptyAt = lambda nbytes, slot: fresh(nbytes),
         run_later: Callable[[Callable[[], None]], object] = lambda call: call(),
         readers: Mapping[int, int] | None = None,
         may_spill: bool = True,
@@ -177,11 +102,18 @@ class ShardStore:
         self._counters = counters
         self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
+        self._empty_at = empty_at
         self._run_later = run_later
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
-        self._sources: dict[int, list[Shard]] = {}
-        #: All shards in the order of the inputs, and their index; None before `seal`.
+        self._arrived: dict[int, _Arrival] = {}
+        #: A set in the order of insertion.
+        self._shards: dict[Shard, None] = {}
+        #: Groups that are still to be merged before the first output; None before `seal`.
+        self._unmerged: list[list[Shard]] | None = None
+        self._n_merging = 0
+        self._merged = threading.Condition(self._lock)
+        #: All shards, and their index; None until `seal` has merged them.
         self._sealed: tuple[list[Shard], SlotIndex] | None = None
         self._readers = readers or {}
         #: Results that are safe, for slots with several readers.
@@ -223,14 +155,14 @@ class ShardStore:
             if self._closed:
                 return
             for shard in shards:
-                known = self._sources.setdefault(shard.source, [])
+                known = self._arrived.setdefault(
+                    shard.source, _Arrival(shard.attempt, shard.count, set())
+                )
                 # The first attempt wins: the task ran twice, and its rows must count once.
-                if known and (
-                    known[0].attempt != shard.attempt
-                    or any(other.number == shard.number for other in known)
-                ):
+                if known.attempt != shard.attempt or shard.number in known.numbers:
                     continue
-                known.append(shard)
+                known.numbers.add(shard.number)
+                self._shards[shard] = None
                 self._resident(shard.nbytes)
 
     @property
@@ -243,6 +175,7 @@ class ShardStore:
         with self._spilling:
             if not self.is_over_limit:
                 return
+            self._merge_before_spilling()
             file: SpillFile | None = None
             try:
                 for shard in self._victims():
@@ -274,7 +207,7 @@ class ShardStore:
 
     def _victims(self) -> list[Shard]:
         with self._lock:
-            resident = [s for known in self._sources.values() for s in known if s.is_resident]
+            resident = [shard for shard in self._shards if shard.is_resident]
         return sorted(resident, key=lambda shard: shard.first_slot, reverse=True)
 
     def _open(self) -> SpillFile:
@@ -318,7 +251,9 @@ class ShardStore:
                 self._resident(-shard.nbytes)
 
     def seal(self) -> None:
-        """End the input phase: check that no shard is missing, and sort the index.
+        """End the input phase: check that no shard is missing, merge small ones, make the index.
+
+        Threads that call this meanwhile share the merging.
 
         Raises
         ------
@@ -326,27 +261,87 @@ class ShardStore:
             An input partition announced more shards than arrived.
         """
         with self._lock:
-            if self._sealed is not None:
-                return
-            for source, known in self._sources.items():
-                if known and len(known) != known[0].count:
-                    raise IncompleteExchangeError(
-                        f"{len(known)} of {known[0].count} shards of input partition {source} "
-                        "arrived"
-                    )
-                known.sort(key=lambda shard: shard.first_slot)
-            self._sources = dict(sorted(self._sources.items()))
-            shards = list(chain.from_iterable(self._sources.values()))
-            self._sealed = shards, SlotIndex(self._slots, shards)
+            if self._unmerged is None:
+                for source, known in self._arrived.items():
+                    if len(known.numbers) != known.n_shards:
+                        raise IncompleteExchangeError(
+                            f"{len(known.numbers)} of {known.n_shards} shards of input partition "
+                            f"{source} arrived"
+                        )
+                self._unmerged = self._groups(merging.has_small_pieces, merging.LEAST_PIECES)
+        while (group := self._next_unmerged()) is not None:
+            self._merge(group)
+        with self._lock:
+            self._merged.wait_for(lambda: not self._n_merging)
+            if self._sealed is None:
+                shards = list(self._shards)
+                self._sealed = shards, SlotIndex(self._slots, shards)
+
+    # ------------------------------------------------------------------ merging
+
+    def _groups(
+        self, is_small: Callable[[Shard], bool], least_pieces: int = 0
+    ) -> list[list[Shard]]:
+        """Return groups of shards to merge. Call with the lock."""
+        if self._adapter.merge is None or self._closed:
+            return []
+        return merging.groups(self._shards, is_small, least_pieces)
+
+    def _next_unmerged(self) -> list[Shard] | None:
+        with self._lock:
+            if not self._unmerged:
+                return None
+            self._n_merging += 1
+            return self._unmerged.pop()
+
+    def _merge_before_spilling(self) -> None:
+        """Merge shards that cover many slots. Each of these slots would read such a shard again."""
+        with self._lock:
+            groups = [] if self._unmerged is not None else self._groups(merging.is_undersized)
+        for group in groups:
+            with self._lock:
+                if self._unmerged is not None:
+                    return
+                self._n_merging += 1
+            self._merge(group)
+
+    def _merge(self, group: list[Shard]) -> None:
+        """Replace shards by merged ones; leave them as they are if that fails."""
+        made: list[Shard] = []
+        files: list[SpillFile] = []
+        try:
+            assert self._adapter.merge is not None
+            bodies = [self._body(shard) for shard in group]
+            made = merging.merged(group, bodies, self._adapter.merge, self._empty_at)
+        except (MemoryError, ValueError, PartitionReleasedError) as error:
+            # Without memory for a copy, pieces are assembled one by one. A damaged shard is found
+            # again, and reported, by the task that reads it. And a run may be closed meanwhile.
+            logger.debug("small shards are not merged: %r", error)
+        finally:
+            with self._lock:
+                if made and not self._closed:
+                    for shard in group:
+                        if shard.on_disk is not None:
+                            files.append(shard.on_disk[0])
+                        self._drop(shard)
+                        shard.unread = 0
+                        del self._shards[shard]
+                    for shard in made:
+                        self._shards[shard] = None
+                        self._resident(shard.nbytes)
+                self._n_merging -= 1
+                self._merged.notify_all()
+            self._release_files(files)
+
+    # ------------------------------------------------------------------ out
 
     def rows_of_slots(self) -> dict[int, int]:
         """Return the rows that arrived so far, for each of this worker's slots."""
         first, end = self._slots
         rows = np.zeros(end - first, dtype=np.int64)
         with self._lock:
-            for known in self._sources.values():
-                for shard in known:
-                    rows[shard.first_slot - first : shard.end_slot - first] += shard.rows_per_slot
+            for shard in self._shards:
+                rows[shard.first_slot - first : shard.end_slot - first] += shard.rows_per_slot
         return dict(enumerate(rows.tolist(), first))
 
     def pieces(self, slot: int) -> list[Piece]:
@@ -435,7 +430,7 @@ class ShardStore:
                     return
             self._released.add(slot)
             shards, index = self._sealed
-            for number in index.shards_of(slot):
+            for number in set(index.rows_of(slot)[0]):
                 shard = shards[number]
                 shard.unread -= 1
                 if not shard.unread:
@@ -462,7 +457,7 @@ class ShardStore:
         """Free all shards and delete all files."""
         with self._lock:
             self._closed = True
-            self._sources.clear()
+            self._shards.clear()
             self._sealed = [], SlotIndex(self._slots, ())
             self._resident(-self.resident_nbytes)
             self._stored(-self._on_disk_nbytes)

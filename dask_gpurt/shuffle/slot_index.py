@@ -8,20 +8,13 @@ rows. So the index is made and read by NumPy, slot by slot, with no Python objec
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-
-class WithRows(Protocol):
-    """A shard, as far as the index reads it."""
-
-    @property
-    def first_slot(self) -> int: ...
-
-    @property
-    def rows_per_slot(self) -> npt.NDArray[np.uint32]: ...
+from dask_gpurt.shuffle.shard import Shard
 
 
 class SlotIndex:
@@ -32,36 +25,70 @@ class SlotIndex:
     slots
         First slot, and one past the last.
     shards
-        All shards, in the order in which their rows go into an output partition.
+        All shards.
     """
 
-    def __init__(self, slots: tuple[int, int], shards: Sequence[WithRows]) -> None:
+    def __init__(self, slots: tuple[int, int], shards: Sequence[Shard]) -> None:
         self._first, end = slots
-        filled = [np.flatnonzero(shard.rows_per_slot) for shard in shards]
-        stops = [np.cumsum(shard.rows_per_slot, dtype=np.int64) for shard in shards]
-        n_filled = [len(one) for one in filled]
-        slot = _joined(one + shard.first_slot for one, shard in zip(filled, shards, strict=True))
-        order = np.argsort(slot, kind="stable")
-        self._shard = np.repeat(np.arange(len(shards), dtype=np.int32), n_filled)[order]
-        self._stop = _joined(one[n] for one, n in zip(stops, filled, strict=True))[order]
-        n_rows = _joined(s.rows_per_slot[n] for s, n in zip(shards, filled, strict=True))[order]
-        self._start = self._stop - n_rows
-        per_slot = np.bincount(slot - self._first, minlength=end - self._first)
+        in_one = not _are_interleaved(shards)
+        entries = [_entries(shard, in_one=in_one) for shard in shards]
+        slot = _joined(one[0] for one in entries) - self._first
+        source = _joined(one[1] for one in entries)
+        n_rows = _joined(one[2] for one in entries)
+        stop = _joined(np.cumsum(one[2]) for one in entries)
+        shard = np.repeat(np.arange(len(shards)), [len(one[0]) for one in entries])
+        # Stable, so first by source and then by slot.
+        order = np.argsort(source, kind="stable")
+        order = order[np.argsort(slot[order], kind="stable")]
+        slot, shard, stop = slot[order], shard[order], stop[order]
+        start = stop - n_rows[order]
+        # Rows that follow one another in a shard and in the output are one range.
+        goes_on = (slot[1:] == slot[:-1]) & (shard[1:] == shard[:-1]) & (start[1:] == stop[:-1])
+        ends = np.flatnonzero(~goes_on)
+        firsts = np.concatenate([[0], ends + 1])[: len(slot)]
+        lasts = np.append(ends, len(slot) - 1)[: len(slot)]
+        self._shard, self._start, self._stop = shard[firsts], start[firsts], stop[lasts]
+        per_slot = np.bincount(slot[firsts], minlength=end - self._first)
         self._bounds = np.concatenate([[0], np.cumsum(per_slot)])
 
     def rows_of(self, slot: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the numbers of the shards with rows for a slot; the first row, one past the last.
+        """Return the row ranges of a slot: numbers of shards, first rows, one past the last rows.
 
-        Shards come in their order.
+        They come in the order of the sources. A shard may have several.
         """
         a, b = self._bounds[slot - self._first : slot - self._first + 2]
         return self._shard[a:b].tolist(), self._start[a:b].tolist(), self._stop[a:b].tolist()
 
-    def shards_of(self, slot: int) -> list[int]:
-        """Return the numbers of the shards with rows for a slot."""
-        a, b = self._bounds[slot - self._first : slot - self._first + 2]
-        found: list[int] = self._shard[a:b].tolist()
-        return found
+
+def _entries(
+    shard: Shard, *, in_one: bool
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return slot, source and number of rows of consecutive row ranges of a shard.
+
+    Parameters
+    ----------
+    in_one
+        Take all rows of a slot as one range, of the least source.
+    """
+    if shard.origins is not None and not in_one:
+        return shard.origins.slot, shard.origins.source, shard.origins.n_rows
+    filled = np.flatnonzero(shard.rows_per_slot)
+    n_rows = shard.rows_per_slot[filled].astype(np.int64)
+    return filled + shard.first_slot, np.full(len(filled), shard.source), n_rows
+
+
+def _are_interleaved(shards: Sequence[Shard]) -> bool:
+    """Return whether rows of another shard belong between those that were merged into one."""
+    spans: dict[Any, tuple[int, int]] = {}
+    for shard in shards:
+        batch: Any = shard.source
+        first = last = shard.source
+        if shard.origins is not None:
+            batch = shard.origins.batch
+            last = int(shard.origins.source.max())
+        known_first, known_last = spans.get(batch, (first, last))
+        spans[batch] = min(first, known_first), max(last, known_last)
+    return any(after[0] <= before[1] for before, after in pairwise(sorted(spans.values())))
 
 
 def _joined(arrays: Iterable[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:

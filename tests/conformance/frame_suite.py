@@ -101,6 +101,26 @@ class FrameSuite:
             ]
             self.assert_equal(adapter.concatenate(halves), self.joined(expected))
 
+    def test_merged_bodies_hold_the_selected_rows(self):
+        """Some were gathered here and others were received, and the rows are in another order."""
+        frames = [self.frame(60, seed) for seed in range(3)]
+        adapter = self.adapter(frames[0])
+        if adapter.merge is None:
+            pytest.skip("this adapter merges no bodies")
+        bodies = [self.shards(adapter, frame, leaves=bool(i % 2)) for i, frame in enumerate(frames)]
+        for slot in range(self.n_slots):
+            mine = [shards[slot] for shards in bodies]
+            whole = self.joined([self.rows_of(frame, slot) for frame in frames])
+            rows = np.roll(np.arange(len(whole), dtype=np.intp)[::-1], 3)
+            selections = [Selection(rows[:7], False), Selection(rows[7:], False)]
+            merged = adapter.merge([body for body, _ in mine], selections)
+            assert len({body.layout_key for body, _ in mine} | {m.layout_key for m in merged}) == 1
+            for body, selection in zip(merged, selections, strict=True):
+                got = adapter.concatenate([Piece(body, 0, len(selection.rows))])
+                self.assert_equal(got, whole.iloc[selection.rows])
+                again = adapter.unpack(body.layout_key, on_host(adapter.pack(body)))
+                assert abs(again.nbytes - body.nbytes) <= again.nbytes
+
     def joined(self, frames: list[Any]) -> Any:
         """Return the library's concatenation of frames."""
         raise NotImplementedError

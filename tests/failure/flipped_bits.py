@@ -50,8 +50,9 @@ from dask_gpurt.frames.rechunking import Rechunking
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import messages
+from dask_gpurt.shuffle.budget import Budget
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.shards import Budget, ShardStore
+from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.shared import Borrower, Lender, seal
 

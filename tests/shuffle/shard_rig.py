@@ -14,7 +14,9 @@ import numpy as np
 
 from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.metrics import Counters
-from dask_gpurt.shuffle.shards import Budget, Shard, ShardStore
+from dask_gpurt.shuffle.budget import Budget
+from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.shuffle.shards import ShardStore
 
 LAYOUT_KEY = b"source, slot, number"
 ROW_NBYTES = 24
@@ -24,6 +26,8 @@ PLENTY = 1 << 30
 
 class TripleFrames:
     """A minimal adapter that can pack and unpack; its frames are arrays of triples."""
+
+    merge = None
 
     def pack(self, body):
         buffer = np.frombuffer(body.tobytes(), dtype=np.uint8)
@@ -36,6 +40,22 @@ class TripleFrames:
         assert packed.n_rows == packed.arrow_nbytes == len(body)
         assert packed.pickle_nbytes == 2 * len(body)
         return body
+
+
+class MergingFrames(TripleFrames):
+    """The same, and bodies can be merged."""
+
+    n_merged = 0
+
+    def merge(self, bodies, selections):
+        self.n_merged += len(bodies)
+        rows = np.concatenate(bodies)
+        made = []
+        for selection in selections:
+            body = selection.empty(len(selection.rows) * ROW_NBYTES).view(np.int64).reshape(-1, 3)
+            body[:] = rows[selection.rows]
+            made.append(body)
+        return made
 
 
 def make_rows(source, slot, count):

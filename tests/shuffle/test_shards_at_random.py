@@ -21,9 +21,18 @@ from hypothesis.stateful import (
 from dask_gpurt.errors import (
     PartitionReleasedError,
 )
+from dask_gpurt.shuffle import merging
 from dask_gpurt.shuffle.plan import cut_shards
 from dask_gpurt.shuffle.shards import LOW_WATER
-from tests.shuffle.shard_rig import ROW_NBYTES, Rig, make_rows, make_shard, read_slot
+from tests.shuffle.shard_rig import (
+    ROW_NBYTES,
+    MergingFrames,
+    Rig,
+    TripleFrames,
+    make_rows,
+    make_shard,
+    read_slot,
+)
 
 # ------------------------------------------------------------------ against a plain dict
 
@@ -35,10 +44,13 @@ row_counts = st.lists(st.integers(0, 3), min_size=N_SLOTS, max_size=N_SLOTS)
 class StoreMachine(RuleBasedStateMachine):
     """Random operations on a store, compared with a dict."""
 
+    adapter = TripleFrames
+
     @initialize(limit_rows=st.sampled_from([0, 3, 8, 1000]))
     def open(self, limit_rows):
         self.root = TemporaryDirectory()
-        self.rig = Rig(self.root.name, limit_nbytes=limit_rows * ROW_NBYTES, slots=(0, N_SLOTS))
+        limit_nbytes = limit_rows * ROW_NBYTES
+        self.rig = Rig(self.root.name, limit_nbytes, slots=(0, N_SLOTS), adapter=self.adapter())
         self.shards = []
         self.counts = {}
         self.sent = {}
@@ -142,5 +154,39 @@ class StoreMachine(RuleBasedStateMachine):
 def test_random_use_agrees_with_a_dict():
     run_state_machine_as_test(
         StoreMachine,
+        settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
+    )
+
+
+# ------------------------------------------------------------------ with merging
+
+
+class MergingMachine(StoreMachine):
+    """The same while small shards are merged, before they are spilled and before they are read."""
+
+    adapter = MergingFrames
+
+    @invariant()
+    def the_budget_is_what_the_shards_in_memory_take(self):
+        assert self.rig.budget.used_nbytes == self.rig.store.resident_nbytes
+        assert self.rig.budget.least_nbytes == 0
+
+    @invariant()
+    def shards_are_there_until_their_last_partition_is_let_go(self):
+        if self.sealed and len(self.released) == N_SLOTS:
+            assert self.rig.store.resident_nbytes == 0
+
+    @invariant()
+    def no_file_outlives_its_shards(self):
+        if self.sealed and len(self.released) == N_SLOTS:
+            assert not self.rig.files
+
+
+@pytest.mark.parametrize("merged_rows", [4, 1000])
+def test_random_use_with_merging_agrees_with_a_dict(monkeypatch, merged_rows):
+    monkeypatch.setattr(merging, "LEAST_PIECES", 0)
+    monkeypatch.setattr(merging, "MERGED_NBYTES", merged_rows * ROW_NBYTES)
+    run_state_machine_as_test(
+        MergingMachine,
         settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
     )

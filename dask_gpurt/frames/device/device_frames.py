@@ -245,6 +245,7 @@ class DeviceFrames:
     """
 
     shard_nbytes: int | None = DEVICE_SHARD_NBYTES
+    merge = None
 
     def __init__(
         self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: DeviceAllocator

@@ -54,7 +54,8 @@ from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
-from dask_gpurt.shuffle.shards import Shard, ShardStore
+from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.outbox import Outbox
 
@@ -116,6 +117,7 @@ class ExchangeRun:
             state.counters,
             on_disk_io=self._disk_io,
             run_later=self._run_later,
+            empty_at=self.memory_for,
             readers=self._plan.readers_of_slot,
             may_spill=self.id not in state.kept_off_disk,
         )

@@ -35,7 +35,7 @@ from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.worker import RunLike, runtime_of
 from dask_gpurt.shuffle import messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
-from dask_gpurt.shuffle.shards import Shard
+from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 

@@ -1,0 +1,137 @@
+"""Merging of many small shards into few, ordered by output partition.
+
+Small inputs make small shards, each with a few rows for very many output partitions. Each such
+piece costs time in Python when its output is assembled, and a spilled shard would be read for each
+of them. A merge gathers the rows of many shards anew, ordered by slot and then by source, and cuts
+them into shards of the usual size. So the rows of an output partition are close together in memory
+and on disk, and are freed once it was read.
+
+A merge writes each row once more, at about the speed of the first gather. `shuffle.shards` says
+when to merge. This module chooses the shards and makes the new ones; the adapter moves the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.frames.adapter import Merge, Selection
+from dask_gpurt.frames.gather import group_rows
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, cut_shards
+from dask_gpurt.shuffle.shard import Origins, Shard
+
+#: Bytes of the shards that are merged together. While they are merged, they take twice the memory.
+MERGED_NBYTES = 32 << 20
+#: Pieces below this are merged before outputs are assembled. A piece of any size costs about 2 us
+#: then, and 4 KiB are merged in that time.
+SMALL_PIECE_NBYTES = 4 << 10
+#: Groups with fewer pieces are not worth a merge, which takes a millisecond at least.
+LEAST_PIECES = 2_000
+
+#: Returns memory for a shard that begins at a slot.
+EmptyAt = Callable[[int, int], npt.NDArray[np.uint8]]
+
+
+def has_small_pieces(shard: Shard) -> bool:
+    """Return whether the pieces of a shard cost more time one by one than in a merge."""
+    return shard.nbytes < SMALL_PIECE_NBYTES * shard.unread
+
+
+def is_undersized(shard: Shard) -> bool:
+    """Return whether a shard covers far more slots than others of its worker that are full."""
+    return shard.unread > 1 and shard.nbytes < SHARD_TARGET_NBYTES // 2
+
+
+def groups(
+    shards: Iterable[Shard], is_small: Callable[[Shard], bool], least_pieces: int = LEAST_PIECES
+) -> list[list[Shard]]:
+    """Return groups of shards to merge, in the order of their sources.
+
+    Shards that are on disk or merged already are left out, and divide groups.
+    """
+    found: list[list[Shard]] = [[]]
+    nbytes = 0
+    for shard in sorted(shards, key=lambda one: (one.source, one.first_slot)):
+        group = found[-1]
+        fits = shard.is_resident and shard.on_disk is None and not shard.origins and is_small(shard)
+        if not fits or (
+            group
+            and (shard.layout_key != group[-1].layout_key or nbytes + shard.nbytes > MERGED_NBYTES)
+        ):
+            found.append([])
+            nbytes = 0
+        if fits:
+            found[-1].append(shard)
+            nbytes += shard.nbytes
+    return [
+        group
+        for group in found
+        if len(group) > 1 and sum(shard.unread for shard in group) >= least_pieces
+    ]
+
+
+def merged(
+    group: Sequence[Shard], bodies: Sequence[Any], merge: Merge, empty_at: EmptyAt
+) -> list[Shard]:
+    """Return the shards that replace a group.
+
+    Parameters
+    ----------
+    group
+        Shards of one layout, in the order of their sources.
+    bodies
+        Their bodies.
+    """
+    first = min(shard.first_slot for shard in group)
+    n_slots = max(shard.end_slot for shard in group) - first
+    rows, before = group_rows(
+        np.concatenate([np.repeat(_slots(shard) - first, shard.rows_per_slot) for shard in group]),
+        n_slots,
+    )
+    origins = _origins(group)
+    row_nbytes = sum(shard.nbytes for shard in group) / max(len(rows), 1)
+    cuts = cut_shards(before, row_nbytes)
+    selections = [
+        Selection(rows[before[a] : before[b]], False, partial(_empty, empty_at, first + a))
+        for a, b in cuts
+    ]
+    made = []
+    for (a, b), body in zip(cuts, merge(bodies, selections), strict=True):
+        x, y = np.searchsorted(origins.slot, (first + a, first + b))
+        made.append(
+            Shard(
+                source=group[0].source,
+                attempt=0,
+                number=0,
+                count=1,
+                first_slot=first + a,
+                rows_per_slot=np.diff(before[a : b + 1]).astype(np.uint32),
+                layout_key=group[0].layout_key,
+                body=body,
+                origins=Origins(
+                    origins.slot[x:y], origins.source[x:y], origins.n_rows[x:y], origins.batch
+                ),
+            )
+        )
+    return made
+
+
+def _slots(shard: Shard) -> npt.NDArray[np.int64]:
+    return np.arange(shard.first_slot, shard.end_slot, dtype=np.int64)
+
+
+def _origins(group: Sequence[Shard]) -> Origins:
+    filled = [np.flatnonzero(shard.rows_per_slot) for shard in group]
+    slot = np.concatenate([one + s.first_slot for one, s in zip(filled, group, strict=True)])
+    source = np.repeat([shard.source for shard in group], [len(one) for one in filled])
+    n_rows = np.concatenate([s.rows_per_slot[one] for one, s in zip(filled, group, strict=True)])
+    order = np.argsort(slot, kind="stable")
+    return Origins(slot[order], source[order], n_rows[order].astype(np.int64), object())
+
+
+def _empty(empty_at: EmptyAt, slot: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    return empty_at(nbytes, slot)

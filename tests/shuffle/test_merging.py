@@ -1,0 +1,135 @@
+"""Small shards become few without a change of any output, and in the order of the inputs."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dask_gpurt.shuffle import merging
+from tests.shuffle.shard_rig import (
+    MergingFrames,
+    Rig,
+    in_thread,
+    make_rows,
+    make_shard,
+    read_slot,
+)
+
+N_SLOTS = 10
+
+
+@pytest.fixture(autouse=True)
+def merge_few(monkeypatch):
+    monkeypatch.setattr(merging, "LEAST_PIECES", 1)
+
+
+def rig_with(tmp_path, adapter, sources, **options):
+    rig = Rig(tmp_path, adapter=adapter, **options)
+    for source in sources:
+        rig.store.add([make_shard(source, 0, [1 + source % 3] * N_SLOTS)])
+    return rig
+
+
+def expected(slot, sources):
+    return [row for s in sorted(sources) for row in make_rows(s, slot, 1 + s % 3)]
+
+
+def test_all_rows_of_a_slot_are_one_piece(tmp_path):
+    rig = rig_with(tmp_path, MergingFrames(), sources := [5, 1, 4, 30])
+    rig.store.seal()
+    for slot in range(N_SLOTS):
+        assert len(rig.store.pieces(slot)) == 1
+        assert read_slot(rig.store, slot) == expected(slot, sources)
+
+
+@pytest.fixture
+def one_slot_each(monkeypatch):
+    """Merged shards have one slot each; of real size, they have as many as fit."""
+    monkeypatch.setattr(merging, "cut_shards", lambda before, row: [(n, n + 1) for n in range(10)])
+
+
+def test_slots_are_freed_one_after_the_other(tmp_path, one_slot_each):
+    """A small input's shard would stay until its last slot is read."""
+    rig = rig_with(tmp_path, MergingFrames(), range(6))
+    rig.store.seal()
+    kept = [rig.store.resident_nbytes]
+    for slot in range(N_SLOTS):
+        rig.store.release(slot)
+        kept.append(rig.store.resident_nbytes)
+    assert np.diff(kept).tolist() == [-kept[0] // N_SLOTS] * N_SLOTS
+
+
+def test_spilled_slots_are_read_once(tmp_path, one_slot_each):
+    """Shards are merged before they are spilled, so a slot reads only its own part of the file."""
+    rig = rig_with(tmp_path, MergingFrames(), sources := range(40), limit_nbytes=0)
+    rig.store.make_room()
+    assert rig.store.resident_nbytes == 0
+    rig.store.seal()
+    for slot in range(N_SLOTS):
+        assert read_slot(rig.store, slot) == expected(slot, sources)
+        rig.store.release(slot)
+        rig.store.make_room()
+    assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes")
+
+
+def test_sources_that_come_after_a_merge_keep_their_place(tmp_path):
+    rig = rig_with(tmp_path, adapter := MergingFrames(), [0, 2, 4], limit_nbytes=0)
+    rig.store.make_room()
+    assert adapter.n_merged == 3
+    for source in (1, 3):
+        rig.store.add([make_shard(source, 0, [1 + source % 3] * N_SLOTS)])
+    rig.store.seal()
+    for slot in range(N_SLOTS):
+        assert read_slot(rig.store, slot) == expected(slot, range(5))
+
+
+def test_a_duplicate_of_a_merged_shard_is_dropped(tmp_path):
+    rig = rig_with(tmp_path, MergingFrames(), [0, 1], limit_nbytes=0)
+    rig.store.make_room()
+    rig.store.add([make_shard(1, 0, [9] * N_SLOTS, attempt=2), make_shard(0, 0, [1] * N_SLOTS)])
+    rig.store.seal()
+    assert read_slot(rig.store, 3) == expected(3, [0, 1])
+
+
+def test_without_memory_for_a_merge_pieces_stay_small(tmp_path):
+    class Short(MergingFrames):
+        def merge(self, bodies, selections):
+            raise MemoryError
+
+    rig = rig_with(tmp_path, Short(), sources := [0, 1, 2])
+    rig.store.seal()
+    assert read_slot(rig.store, 4) == expected(4, sources)
+    assert len(rig.store.pieces(4)) == 3
+
+
+def test_threads_share_the_merging(tmp_path, monkeypatch):
+    """Each of two groups is merged while the other one is."""
+    together = threading.Barrier(2, timeout=20)
+
+    class Meeting(MergingFrames):
+        def merge(self, bodies, selections):
+            together.wait()
+            return super().merge(bodies, selections)
+
+    monkeypatch.setattr(merging, "MERGED_NBYTES", 2 * make_shard(0, 0, [3] * N_SLOTS).nbytes)
+    rig = rig_with(tmp_path, adapter := Meeting(), sources := [2, 5, 8, 11])
+    waiting = [in_thread(rig.store.seal) for _ in range(2)]
+    for join in waiting:
+        join()
+    assert adapter.n_merged == 4
+    assert read_slot(rig.store, 0) == expected(0, sources)
+
+
+def test_a_run_may_close_during_a_merge(tmp_path):
+    rig = None
+
+    class Closing(MergingFrames):
+        def merge(self, bodies, selections):
+            rig.store.close()
+            return super().merge(bodies, selections)
+
+    rig = rig_with(tmp_path, Closing(), [0, 1, 2])
+    rig.store.seal()
+    assert rig.budget.used_nbytes == 0
