@@ -1,4 +1,4 @@
-"""Shards of shuffles in the memory metrics of a worker, which its heartbeat carries.
+"""Shards of shuffles in a worker's memory metrics: those of its heartbeat, and Prometheus's.
 
 | what | why | taken back by |
 |---|---|---|
@@ -6,21 +6,35 @@
 shards on disk as spilled | `CountedShards.uninstall` |
 | `WorkerState.memory` of the scheduler | computes the managed memory as the bytes of task outputs,
 less `spilled_bytes["memory"]` | |
+| `distributed.http.worker.prometheus.core.WorkerMetricCollector.collect`, its family `memory_bytes`
+| Prometheus gets the same figures as the scheduler | `CountedShards.uninstall` |
 
 Stock counts the buffers of its shuffles as unmanaged memory, which a dashboard draws as a warning.
 The scheduler knows two figures of managed memory: bytes of task outputs, by its own books, and how
 many of these are spilled. Only the second one comes from the worker, so bytes of shards are
 subtracted from it. `spilled_bytes["memory"]` may thus be negative. Only the scheduler reads it, in
 two places: for managed memory, and for the lowest unmanaged memory lately. Both come out right.
+
+Stock has one collector for the process, which shows the worker that was asked last. So the method
+of its class is replaced, from the first worker of the process until the last one's `uninstall`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+
+class _Shards(NamedTuple):
+    """How to read the bytes of a worker's shards."""
+
+    in_memory: Callable[[], int]
+    on_disk: Callable[[], int]
 
 
 class CountedShards:
@@ -48,6 +62,79 @@ class CountedShards:
             return found
 
         worker.get_metrics = gpurt_get_metrics  # type: ignore[method-assign]
+        _begin(worker, _Shards(in_memory, on_disk))
 
     def uninstall(self) -> None:
         vars(self._worker).pop("get_metrics", None)
+        _end(self._worker)
+
+
+#: Clusters of one process may have event loops in several threads.
+_lock = threading.Lock()
+_shards_of: WeakKeyDictionary[Worker, _Shards] = WeakKeyDictionary()
+#: The collector's own method while ours is in its place.
+_stock_collect: Callable[[Any], Iterator[Any]] | None = None
+
+
+def _begin(worker: Worker, shards: _Shards) -> None:
+    """Count a worker's shards in Prometheus's gauge; nothing without `prometheus_client`."""
+    global _stock_collect
+    try:
+        collector = _collector()
+    except ImportError:
+        return
+    with _lock:
+        _shards_of[worker] = shards
+        if _stock_collect is None:
+            _stock_collect = collector.collect
+            collector.collect = _counting(collector.collect)
+
+
+def _end(worker: Worker) -> None:
+    global _stock_collect
+    with _lock:
+        _shards_of.pop(worker, None)
+        if _stock_collect is None or _shards_of:
+            return
+        _collector().collect = _stock_collect
+        _stock_collect = None
+
+
+def _collector() -> Any:
+    """Return stock's class of collectors.
+
+    Raises
+    ------
+    ImportError
+        There is no `prometheus_client`.
+    """
+    from distributed.http.worker.prometheus.core import WorkerMetricCollector
+
+    return WorkerMetricCollector
+
+
+def _counting(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    """Return stock's method with shards counted."""
+
+    def gpurt_collect(self: Any) -> Iterator[Any]:
+        with _lock:
+            shards = _shards_of.get(self.server)
+        memory = self.build_name("memory_bytes")
+        for family in stock(self):
+            if shards is not None and family.name == memory:
+                _count(family, shards)
+            yield family
+
+    return gpurt_collect
+
+
+def _count(family: Any, shards: _Shards) -> None:
+    """Move the shards in memory from unmanaged to managed, and add those on disk."""
+    found = {one.labels["type"]: one.value for one in family.samples}
+    moved = min(found["unmanaged"], shards.in_memory())
+    counted = {
+        "managed": found["managed"] + moved,
+        "unmanaged": found["unmanaged"] - moved,
+        "spilled": found["spilled"] + shards.on_disk(),
+    }
+    family.samples = [one._replace(value=counted[one.labels["type"]]) for one in family.samples]
