@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "explain", "status"]
+__all__ = ["__version__", "disable", "enable", "explain", "progress", "status"]
 
 
 def enable(client: Client) -> Any:
@@ -138,6 +138,7 @@ def status(client: Client) -> Any:
     See Also
     --------
     explain : Ask about one task.
+    progress : Watch a block of a program.
 
     Examples
     --------
@@ -149,6 +150,44 @@ def status(client: Client) -> Any:
     from dask_gpurt.plugins import activation
 
     return activation.status(client)
+
+
+def progress(client: Client) -> Any:
+    """Show what shuffles move while a block runs, and the sum when it ends.
+
+    A notebook shows one output below the cell: the running shuffles with phase, percentage, bytes
+    and skew, and what each worker holds. Elsewhere, standard error gets the line and the report of
+    `dask gpurt run`; the line only on a terminal. The block runs as without it, errors included.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        A connected client. The runtime may be on or off.
+
+    Returns
+    -------
+    context manager
+        For `with`. With an asynchronous client, for `async with`.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected to a scheduler. Raised where the block begins.
+    TypeError
+        The client needs the other kind of `with`. Raised where the block begins.
+
+    See Also
+    --------
+    status : Ask what has moved since the runtime is on.
+
+    Examples
+    --------
+    >>> with dask_gpurt.progress(client):
+    ...     shuffled = df.shuffle("name").compute()
+    """
+    from dask_gpurt.command.live.live_progress import LiveProgress
+
+    return LiveProgress(client)
 
 
 def explain(client: Client, key: Any) -> Any:

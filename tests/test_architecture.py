@@ -32,7 +32,7 @@ FRAMES = {"msgpack", "numpy", "pandas", "pyarrow"}
 
 #: Room: rooms it may import besides itself, third-party packages, impure standard library.
 RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
-    "__init__": ({"plugins"}, set(), set()),
+    "__init__": ({"command", "plugins"}, set(), set()),
     "errors": (set(), set(), set()),
     "metrics": (set(), set(), {"threading"}),
     "system_calls": (set(), set(), {"os"}),
@@ -118,7 +118,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "plugins",
             "topology",
         },
-        DASK | {"click", "cloudpickle", "rich", "yaml"},
+        # IPython: the output of a notebook, in a kernel.
+        DASK | {"IPython", "click", "cloudpickle", "rich", "yaml"},
         IMPURE,
     ),
     "demo": (
@@ -137,6 +138,7 @@ ONLY_IN = {
     },
     "dask._task_spec": {"plugins/patches/p2p.py", "plugins/patches/simulator.py"},
     "pandas._libs": {"frames/gather.py"},
+    "IPython": {"command/live/live_view.py"},
     "bokeh": {"plugins/dashboard/drawing.py"},
     "ctypes": {
         "devices/occupancy/launches.py",

@@ -5,6 +5,7 @@ the process is read at its start, every half second, and once more before it or 
 Other processes, such as workers that inherit the list, have no recorder, and nothing happens there.
 
 It reads `dask_gpurt.status`; `dask_gpurt.command.run_report` formats the result.
+`dask_gpurt.command.live` uses its records for the programs that ask for progress themselves.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import asyncio
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ PRELOAD = "dask_gpurt.command.observe"
 
 #: How often a cluster is read while the script runs.
 INTERVAL_S = 0.5
+#: Least time between two readings, as a multiple of the time that the last one took.
+LEAST_REST = 4.0
 #: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
 #: stuck worker does not hide the counts of the others. A late reading is dropped.
 READ_TIMEOUT_S = 8.0
@@ -157,6 +161,7 @@ class Recorder:
         try:
             # Imported here, because it loads all of distributed.
             from dask_gpurt.plugins.activation import scheduler_differs
+            from dask_gpurt.plugins.dashboard.gathering import count_tasks
 
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
@@ -178,12 +183,15 @@ class Recorder:
                 record.tasks_done, record.tasks_total = tasks
 
     async def _poll(self, find: weakref.ref[Client]) -> None:
+        took_s = 0.0
         while True:
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(pause_s(took_s))
             client = find()
             if client is None or client not in self._clients:
                 return
+            began_s = time.monotonic()
             await self.read(client)
+            took_s = time.monotonic() - began_s
             del client
 
     def clients_of(self, cluster: Any) -> list[Client]:
@@ -216,55 +224,52 @@ class Recorder:
     def snapshot(self) -> CounterSnapshot:
         """Return the counts so far."""
         with self._lock:
-            pairs = [(record, self._before[address]) for address, record in self._records.items()]
-            runs: Counter[str] = Counter()
-            fallbacks: Counter[tuple[str, str]] = Counter()
-            not_ready: dict[str, str] = {}
-            counters = []
-            for record, before in pairs:
-                runs += record.runs - before.runs
-                fallbacks += record.fallbacks - before.fallbacks
-                not_ready |= record.not_ready
-                counters.append(record.totals - before.totals)
-            return CounterSnapshot(
-                totals=metrics.total(counters),
-                runs={"gpurt": runs["gpurt"], "stock": runs["stock"]},
-                fallbacks=[
-                    {"what": what, "why": why, "count": count}
-                    for (what, why), count in fallbacks.items()
-                ],
-                clusters=[
-                    {
-                        "scheduler": record.address,
-                        "active": record.is_active,
-                        "reason": None if record.is_active else record.reason,
-                        "workers": len(record.workers),
-                    }
-                    for record, _ in pairs
-                ],
-                not_ready=not_ready,
-                tasks_done=sum(record.tasks_done for record, _ in pairs),
-                tasks_total=sum(record.tasks_total for record, _ in pairs),
+            return summed(
+                [(record, self._before[address]) for address, record in self._records.items()]
             )
+
+
+def pause_s(took_s: float) -> float:
+    """Return how long to wait after a reading, so that slow answers are asked for less often."""
+    return max(INTERVAL_S, LEAST_REST * took_s)
+
+
+def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSnapshot:
+    """Return the sum over clusters. Each has a record, and an earlier one that is subtracted."""
+    runs: Counter[str] = Counter()
+    fallbacks: Counter[tuple[str, str]] = Counter()
+    not_ready: dict[str, str] = {}
+    counters = []
+    for record, before in pairs:
+        runs += record.runs - before.runs
+        fallbacks += record.fallbacks - before.fallbacks
+        not_ready |= record.not_ready
+        counters.append(record.totals - before.totals)
+    return CounterSnapshot(
+        totals=metrics.total(counters),
+        runs={"gpurt": runs["gpurt"], "stock": runs["stock"]},
+        fallbacks=[
+            {"what": what, "why": why, "count": count} for (what, why), count in fallbacks.items()
+        ],
+        clusters=[
+            {
+                "scheduler": record.address,
+                "active": record.is_active,
+                "reason": None if record.is_active else record.reason,
+                "workers": len(record.workers),
+            }
+            for record, _ in pairs
+        ],
+        not_ready=not_ready,
+        tasks_done=sum(record.tasks_done for record, _ in pairs),
+        tasks_total=sum(record.tasks_total for record, _ in pairs),
+    )
 
 
 def scheduler_address(client: Client) -> str:
     """Return the address of the scheduler that a client is connected to."""
     scheduler: Any = client.scheduler
     return str(scheduler.address)
-
-
-def count_tasks(dask_scheduler: Any) -> tuple[int, int]:
-    """Return the numbers of done tasks and of all tasks on a scheduler.
-
-    Runs on the scheduler; only a reference to this function is sent.
-    """
-    open_states = ("waiting", "processing", "queued", "no-worker")
-    total = to_do = 0
-    for prefix in dask_scheduler.task_prefixes.values():
-        total += sum(prefix.states.values())
-        to_do += sum(prefix.states.get(state, 0) for state in open_states)
-    return total - to_do, total
 
 
 _recorder: Recorder | None = None

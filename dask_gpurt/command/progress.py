@@ -1,7 +1,8 @@
 """A progress line on stderr.
 
 A separate thread draws it from snapshots while tasks wait or run, and wipes it afterwards. The
-script's own output is neither redirected nor wrapped.
+script's own output is neither redirected nor wrapped. `dask gpurt run` uses it, and
+`dask_gpurt.progress` outside of notebooks.
 """
 
 from __future__ import annotations
@@ -85,17 +86,22 @@ class Progress:
 
 
 def _line(now: CounterSnapshot, elapsed_s: float, width: int) -> str:
-    words = [
+    text = words(now, elapsed_s)
+    if len(text) + _BAR_WIDTH + 1 > width:
+        return text[:width]
+    return f"{_bar(now.tasks_done, now.tasks_total)} {text}"
+
+
+def words(now: CounterSnapshot, elapsed_s: float) -> str:
+    """Return the line without its bar."""
+    parts = [
         f"{now.tasks_done}/{now.tasks_total} tasks",
         f"{format_bytes(now.totals['sent_nbytes'])} moved",
     ]
     if now.totals["spilled_nbytes"]:
-        words.append(f"{format_bytes(now.totals['spilled_nbytes'])} spilled")
-    words.append(format_time(elapsed_s))
-    text = ", ".join(words)
-    if len(text) + _BAR_WIDTH + 1 > width:
-        return text[:width]
-    return f"{_bar(now.tasks_done, now.tasks_total)} {text}"
+        parts.append(f"{format_bytes(now.totals['spilled_nbytes'])} spilled")
+    parts.append(format_time(elapsed_s))
+    return ", ".join(parts)
 
 
 def _bar(done: int, total: int) -> str:

@@ -1,4 +1,4 @@
-"""The closing report of `dask gpurt run`, as text and as JSON.
+"""The closing report of `dask gpurt run` and of `dask_gpurt.progress`, as text and as JSON.
 
 It formats a `CounterSnapshot` and makes no calls. Phrases that other commands share are here too.
 """
@@ -48,25 +48,34 @@ def as_text(report: dict[str, Any]) -> str:
     if not report["clusters"]:
         lines.append(f"{seconds}; nothing ran on a cluster")
     else:
-        runs = report["runs"]
-        lines += [
-            seconds,
-            f"  moved between workers  {format_bytes(report['sent_nbytes'])}",
-            f"  stayed on its worker   {format_bytes(report['local_nbytes'])}",
-            f"  spilled to disk        {format_bytes(report['spilled_nbytes'])}",
-            f"  shuffles               {runs['gpurt']} with dask_gpurt, {runs['stock']} with"
-            " stock Dask",
-        ]
+        lines += [seconds, *(f"  {name:<21}  {value}" for name, value in rows(report))]
+    lines += [f"  {line}" for line in problems(report)]
+    return "\n".join(lines)
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what moved, as names and values."""
+    runs = report["runs"]
+    return [
+        ("moved between workers", format_bytes(report["sent_nbytes"])),
+        ("stayed on its worker", format_bytes(report["local_nbytes"])),
+        ("spilled to disk", format_bytes(report["spilled_nbytes"])),
+        ("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask"),
+    ]
+
+
+def problems(report: dict[str, Any]) -> list[str]:
+    """Return why the runtime did not do everything, and the notes, a line each."""
+    lines = []
     for cluster in report["clusters"]:
         if not cluster["active"]:
             why = cluster["reason"] or "no reason was given"
-            lines.append(f"  not active on {cluster['scheduler']}: {why}")
+            lines.append(f"not active on {cluster['scheduler']}: {why}")
     for one in report["fallbacks"]:
-        lines.append(f"  stock Dask: {one['what']} ({times(one['count'])}): {one['why']}")
+        lines.append(f"stock Dask: {one['what']} ({times(one['count'])}): {one['why']}")
     named = {one["why"] for one in report["fallbacks"]}
-    lines += [f"  {problem}" for problem in report["not_ready"].values() if problem not in named]
-    lines += [f"  {note}" for note in report["notes"]]
-    return "\n".join(lines)
+    lines += [problem for problem in report["not_ready"].values() if problem not in named]
+    return [*lines, *report["notes"]]
 
 
 def device_note(device: Mapping[str, Any] | None) -> str | None:

@@ -140,12 +140,14 @@ class GpurtScheduler(SchedulerPlugin):
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._start_placement()
+        gatherer = Gatherer(scheduler, self.status, self.ready)
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_configure": self.configure,
             "gpurt_counted": self.counted,
             "gpurt_disable": self.disable,
             "gpurt_explain": self.explain,
             "gpurt_next_uses": self.next_uses,
+            "gpurt_overview": gatherer.fresh,
             "gpurt_sketch": self.sketch,
             "gpurt_topology": self.topology,
             "gpurt_worker_ready": self.worker_ready,
@@ -157,7 +159,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._restarts = Restarts(scheduler)
         self._lost_values = LostValues(scheduler)
         self._owners = OutputOwners(scheduler)
-        self.gpurt_page = DashboardPage(scheduler, Gatherer(scheduler, self.status, self.ready))
+        self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
         # that join or leave until then.

@@ -157,6 +157,7 @@ WRONG_ON_SCHEDULER = [
     ("gpurt_explain", {"key": {"a": 1}}),
     ("gpurt_explain", {"key": None}),
     ("gpurt_topology", {"probe": "yes"}),
+    ("gpurt_overview", {"more": 1}),
     ("gpurt_status", {"reports": 5}),
 ]
 

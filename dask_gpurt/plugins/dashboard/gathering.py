@@ -1,6 +1,7 @@
 """Collection of the page's data on the scheduler, only while someone looks.
 
-A page and the JSON handler ask `Gatherer` whenever they want to show something. Workers are asked
+A page, the JSON handler and a client that shows progress ask `Gatherer` whenever they want to show
+something. Workers are asked
 by these calls alone, so a page that is closed costs nothing, and several pages cost what one does.
 """
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.plugins.dashboard.overview import overview
+from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.topology.broadcast import ask
 
 if TYPE_CHECKING:
@@ -90,7 +92,11 @@ class Gatherer:
 
     async def _gather(self) -> None:
         try:
-            status = await self._status(reports=False)
+            status = {
+                **await self._status(reports=False),
+                "tasks": count_tasks(self._scheduler),
+                "progress": p2p.how_far(self._scheduler),
+            }
             if self._latest is None:
                 # A worker that has just died may keep the first answers for some seconds.
                 self._latest = overview(status, self._workers(), {})
@@ -131,3 +137,16 @@ class Gatherer:
             }
             for ws in self._scheduler.workers.values()
         ]
+
+
+def count_tasks(dask_scheduler: Scheduler) -> tuple[int, int]:
+    """Return the numbers of done tasks and of all tasks on a scheduler.
+
+    A client may have it run on the scheduler; only a reference to this function is sent.
+    """
+    open_states = ("waiting", "processing", "queued", "no-worker")
+    total = to_do = 0
+    for prefix in dask_scheduler.task_prefixes.values():
+        total += sum(prefix.states.values())
+        to_do += sum(prefix.states.get(state, 0) for state in open_states)  # type: ignore[call-overload]
+    return total - to_do, total

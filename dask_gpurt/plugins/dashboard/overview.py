@@ -1,6 +1,7 @@
 """The data of the dashboard's page: one plain value, which is also the answer to `/gpurt.json`.
 
-`gathering` collects the parts, `drawing` draws them. Pure: values in, values out, of bounded size.
+`gathering` collects the parts; `drawing` draws them, and `dask_gpurt.progress` shows some of them.
+Pure: values in, values out, of bounded size.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def overview(
     Parameters
     ----------
     status
-        What the scheduler reports without asking workers.
+        What the scheduler reports without asking workers, with the numbers of done and of all
+        `tasks`, and the `progress` of each shuffle: see `p2p.how_far`.
     workers
         For each worker, what the scheduler knows from heartbeats: `address`, `name`, and its
         `process_nbytes`, `managed_nbytes`, `spilled_nbytes` and `limit_nbytes`.
@@ -60,13 +62,18 @@ def overview(
     for worker, glance in glances.items():
         runs.setdefault(worker, []).extend([*glance["ended_runs"], *glance["open_runs"]])
     open_runs = {(run["id"], run["run"]) for one in glances.values() for run in one["open_runs"]}
-    shuffles = [
-        {**one, "is_open": (one["id"], one["run"]) in open_runs} for one in figures.summarised(runs)
-    ]
-    shuffles = labelled(shuffles[-MAX_SHUFFLES:])
+    shuffles = []
+    for one in figures.summarised(runs)[-MAX_SHUFFLES:]:
+        is_open = (one["id"], one["run"]) in open_runs
+        progress = status["progress"].get(one["id"]) if is_open else None
+        shuffles.append({**one, "is_open": is_open, "progress": progress})
+    shuffles = labelled(shuffles)
     return {
         "active": status["active"],
+        "activation": status["activation"],
         "reason": status["reason"],
+        "not_ready": status["not_ready"],
+        "tasks": status["tasks"],
         "runs": status["runs"],
         "fallbacks": status["fallbacks"],
         "totals": status["totals"],

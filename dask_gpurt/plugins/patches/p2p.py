@@ -16,6 +16,8 @@ restriction from before, which stock would keep | `SpecSwap.uninstall` |
 | `dask.array.core.concatenate3` | joins chunks that are not plain memory, as stock does | |
 | `Task.func`, `Task.args`, `TaskState.priority` | tell which partition an output task reads, fused
 or not, and when | |
+| `TaskState.waiting_on`, `.waiters`, `.dependencies`, `.dependents` of the barrier |
+tell how far a shuffle is | |
 | `ShuffleWorkerPlugin.add_partition` | samples the data before a run is requested |
 `RunLookup.uninstall` |
 | `ShuffleWorkerPlugin.get_or_create_shuffle`, `.get_shuffle_run`, `_ShuffleRunManager._active_runs`
@@ -90,6 +92,7 @@ __all__ = [
     "context_meter",
     "handle_transfer_errors",
     "handle_unpack_errors",
+    "how_far",
     "join_arrays",
     "read_order",
     "refuse_work",
@@ -251,6 +254,26 @@ def active_shuffles(scheduler: Scheduler) -> Collection[str]:
     """Return the ids of the shuffles that have a run."""
     plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
     return plugin.active_shuffles.keys()
+
+
+def how_far(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
+    """Return how many tasks before and after its barrier each shuffle with a run has done.
+
+    An output that is computed and forgotten counts neither as an output nor as done.
+    """
+    found = {}
+    for shuffle_id in active_shuffles(scheduler):
+        barrier = scheduler.tasks.get(barrier_key(ShuffleId(shuffle_id)))
+        if barrier is not None:
+            n_inputs, n_outputs = len(barrier.dependencies), len(barrier.dependents)
+            found[shuffle_id] = {
+                "inputs": n_inputs,
+                "inputs_done": n_inputs - len(barrier.waiting_on or ()),
+                "is_delivered": barrier.state == "memory",
+                "outputs": n_outputs,
+                "outputs_done": n_outputs - len(barrier.waiters or ()),
+            }
+    return found
 
 
 def stock_spec(scheduler: Scheduler, shuffle_id: Any) -> ShuffleSpec[Any] | None:

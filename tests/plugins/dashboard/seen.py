@@ -8,6 +8,10 @@ from dask_gpurt.shuffle.figures import PHASES
 def status(**changes):
     return {
         "active": True,
+        "activation": "one",
+        "not_ready": {},
+        "tasks": (0, 0),
+        "progress": {},
         "reason": None,
         "runs": {"gpurt": 1, "stock": 0},
         "fallbacks": [],

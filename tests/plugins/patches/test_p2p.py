@@ -13,6 +13,7 @@ from dask._task_spec import Task
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import P2PShuffle
 from dask.utils import get_default_shuffle_method
+from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.shuffle._core import (
     P2PBarrierTask,
     ShuffleRun,
@@ -22,12 +23,14 @@ from distributed.shuffle._core import (
 )
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
+from distributed.utils_test import gen_cluster
 
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.integration.comparing import collection
+from tests.integration.held_exchanges import all_say, held, shuffled
 
 
 def test_installed_distributed_is_supported():
@@ -274,3 +277,32 @@ def test_dask_picks_p2p_if_there_is_a_client(sides):
         # The type of the meta tells the kind of frame.
         assert metas
         assert all(type(meta) is pd.DataFrame for meta in metas)
+
+
+class StepsOfShuffles(SchedulerPlugin):
+    """Records how far shuffles are after each transition of a task, without repetitions."""
+
+    def __init__(self, scheduler):
+        self._scheduler = scheduler
+        self.seen = []
+
+    def transition(self, *args, **kwargs):
+        for step in p2p.how_far(self._scheduler).values():
+            if step not in self.seen:
+                self.seen.append(step)
+
+
+@gen_cluster(client=True, nthreads=[("", 2)] * 2, timeout=120)
+async def test_tasks_around_a_barrier_tell_how_far_it_is(c, s, a, b):
+    steps = StepsOfShuffles(s)
+    s.add_plugin(steps)
+    async with held(c, s, shuffled(6), all_say):
+        (held_at,) = p2p.how_far(s).values()
+    sizes = {"inputs": 4, "outputs": 6}
+    sent = {"inputs_done": 3, "outputs_done": 0, "is_delivered": False}
+    assert held_at == {**sizes, **sent}
+    moves = [(one["inputs_done"], one["is_delivered"], one["outputs_done"]) for one in steps.seen]
+    assert moves == sorted(moves)
+    assert (4, False, 0) in moves
+    assert [move for move in moves if move[1]] == [(4, True, done) for done in range(7)]
+    assert all(sizes.items() <= one.items() for one in steps.seen)
