@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from weakref import WeakKeyDictionary
 
 import distributed.scheduler
 import pytest
@@ -17,6 +18,7 @@ from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
 from dask_gpurt.config import read
+from dask_gpurt.plugins.patches.shown import memory_metrics
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.worker import runtime_of
 from tests.integration.held_exchanges import all_moved, held, shuffled
@@ -24,6 +26,15 @@ from tests.integration.held_exchanges import all_moved, held, shuffled
 MIB = 1 << 20
 NO_SPILL = {"distributed.worker.memory.spill": False}
 ON_PROMETHEUS = {"distributed.worker.http.routes": ["distributed.http.worker.prometheus"]}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Hide workers of other tests, which may have the runtime in this process."""
+    stock = memory_metrics._stock_collect or WorkerMetricCollector.collect
+    monkeypatch.setattr(WorkerMetricCollector, "collect", stock)
+    monkeypatch.setattr(memory_metrics, "_stock_collect", None)
+    monkeypatch.setattr(memory_metrics, "_shards_of", WeakKeyDictionary())
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], config=NO_SPILL)
