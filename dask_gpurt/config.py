@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import dask.config
 import yaml
@@ -31,6 +31,11 @@ SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
 PRELOAD = "dask_gpurt.preload"
 #: Most characters in a description of machines: enough for about ten thousand hosts.
 MAX_TEXT = 2**24
+
+#: The value of `gpurt.shuffle.in-flight` for a share of the worker's memory limit.
+AUTO: Final = "auto"
+_IN_FLIGHT_SHARE = 0.05
+_LEAST_IN_FLIGHT_NBYTES = 64 << 20
 
 #: A function that returns the value of a setting by its key.
 Get = Callable[[str], Any]
@@ -50,8 +55,10 @@ class ShuffleSettings:
         Share of the worker's memory limit (at most 1.0), or bytes.
     device
         Share of a GPU's memory (at most 1.0), or bytes.
-    message_nbytes, in_flight_nbytes
-        Size of a message, and most bytes queued for one peer.
+    message_nbytes
+        Size of a message.
+    in_flight
+        Most bytes that wait to be sent by one worker, to all peers; or `AUTO`.
     overlap
         Whether tasks continue while their output is encoded and sent.
     """
@@ -61,12 +68,18 @@ class ShuffleSettings:
     memory: float
     device: float
     message_nbytes: int
-    in_flight_nbytes: int
+    in_flight: int | Literal["auto"]
     overlap: bool
 
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
         """Return the bytes that shards may use on a worker with this memory limit."""
         return _of(self.memory, worker_limit_nbytes)
+
+    def in_flight_nbytes(self, worker_limit_nbytes: int) -> int:
+        """Return the bytes that may wait to be sent by a worker with this memory limit."""
+        if self.in_flight == AUTO:
+            return max(_LEAST_IN_FLIGHT_NBYTES, int(_IN_FLIGHT_SHARE * worker_limit_nbytes))
+        return self.in_flight
 
     def device_nbytes(self, total_nbytes: int) -> int:
         """Return the bytes that shards may use on a GPU with this much memory."""
@@ -217,7 +230,6 @@ _SECTIONS: dict[str, type[Any]] = {
 #: Attribute of `Settings` for each key that differs from its attribute's name.
 _FIELDS = {
     "shuffle.message-size": "shuffle.message_nbytes",
-    "shuffle.in-flight": "shuffle.in_flight_nbytes",
     "memory.disk-limit": "memory.disk_limit_nbytes",
     "memory.compressed": "memory.compressed_nbytes",
 }
@@ -265,7 +277,7 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             memory=_memory(get, "shuffle.memory"),
             device=_memory(get, "shuffle.device"),
             message_nbytes=_nbytes(get, "shuffle.message-size"),
-            in_flight_nbytes=_nbytes(get, "shuffle.in-flight"),
+            in_flight=_auto_or_nbytes(get, "shuffle.in-flight"),
             overlap=_flag(get, "shuffle.overlap"),
         ),
         memory=MemorySettings(
@@ -406,6 +418,15 @@ def _nbytes(get: Get, key: str) -> int:
     if nbytes <= 0:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
     return int(nbytes)
+
+
+def _auto_or_nbytes(get: Get, key: str) -> int | Literal["auto"]:
+    if get(key) == AUTO:
+        return AUTO
+    try:
+        return _nbytes(get, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or {AUTO!r}") from None
 
 
 def _optional_nbytes(get: Get, key: str) -> int | None:

@@ -23,7 +23,7 @@ DEFAULTS = Settings(
         memory=0.3,
         device=0.3,
         message_nbytes=8 * MIB,
-        in_flight_nbytes=32 * MIB,
+        in_flight="auto",
         overlap=True,
     ),
     memory=MemorySettings(

@@ -121,7 +121,16 @@ def test_invalid_flags_are_refused(key, value):
         config.read()
 
 
-SIZES = {"shuffle.message-size": "message_nbytes", "shuffle.in-flight": "in_flight_nbytes"}
+SIZES = {"shuffle.message-size": "message_nbytes", "shuffle.in-flight": "in_flight"}
+
+
+@pytest.mark.parametrize(
+    ("memory_nbytes", "nbytes"), [(MIB, 64 * MIB), (1280 * MIB, 64 * MIB), (200 * GIB, 10 * GIB)]
+)
+def test_shards_in_flight_get_a_share_of_the_memory(memory_nbytes, nbytes):
+    assert DEFAULTS.shuffle.in_flight_nbytes(memory_nbytes) == nbytes
+    with dask.config.set({"gpurt.shuffle.in-flight": "3 MiB"}):
+        assert config.read().shuffle.in_flight_nbytes(memory_nbytes) == 3 * MIB
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -378,7 +387,7 @@ def test_settings_survive_serialization():
         "shuffle.memory": 5e9,
         "shuffle.device": 0.3,
         "shuffle.message_nbytes": 7,
-        "shuffle.in_flight_nbytes": 11,
+        "shuffle.in_flight": 11,
         "shuffle.overlap": False,
         "memory.enabled": True,
         "memory.policy": "largest",

@@ -21,7 +21,6 @@ from dask_gpurt.codecs.rule import CodecDecision, Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
-from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
@@ -39,13 +38,17 @@ from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
+from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files
+from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.shuffle.budget import Budget
+from dask_gpurt.shuffle.credits import RecentSenders
 from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.shuffle.tally import MAX_RUNS, brief
+from dask_gpurt.transport.sending.send_budget import SendBudget
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -82,24 +85,6 @@ class RunLike(Protocol):
     def report(self) -> dict[str, Any]: ...
 
 
-class ShuffleLanes:
-    """Threads in which runs encode and spill: all work that touches every byte.
-
-    Parameters
-    ----------
-    n_threads
-        Threads for codecs: as many as the worker has for tasks.
-    """
-
-    def __init__(self, n_threads: int, ledger: Ledger) -> None:
-        self.codec = Lane("codec", n_threads, ledger)
-        self.spill = Lane("spill", 1, ledger)
-
-    def close(self) -> None:
-        self.codec.close()
-        self.spill.close()
-
-
 class WorkerRuntime:
     """The state of the runtime on one worker. Outlives the plugin while runs need it."""
 
@@ -111,6 +96,9 @@ class WorkerRuntime:
         self.memory_nbytes = memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
+        #: Peers that sent messages lately.
+        self.senders = RecentSenders(memory_nbytes)
+        self._send_budget = SendBudget(0)
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
         self._runs: set[RunLike] = set()
@@ -157,6 +145,11 @@ class WorkerRuntime:
             self._budget = Budget(0)
         self._budget.most_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
+
+    def send_budget(self, settings: ShuffleSettings) -> SendBudget:
+        """Return the budget for shards that wait to be sent, shared by all runs."""
+        self._send_budget.limit_nbytes = settings.in_flight_nbytes(self._memory_limit_nbytes())
+        return self._send_budget
 
     def release_memory(self, over_nbytes: int) -> None:
         """Release `over_nbytes`: trim the pools, then spill shards. Runs in a worker thread.
@@ -300,7 +293,8 @@ class WorkerRuntime:
         Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
         because an error would stop the worker's close half-way.
         """
-        for work in (self.final_close, self._links_closed, self.links.disconnect):
+        leave_peers = partial(self.links.connections.close, for_good=True)
+        for work in (self.final_close, self._links_closed, self.links.disconnect, leave_peers):
             try:
                 if work is not None and not await to_its_end(work):
                     logger.warning(
@@ -391,6 +385,7 @@ class Attachment:
 
         gpu_store.register_sizeof()
         cupy_messages.register()
+        allow_open_files()
         self._worker = worker
         self.state = state = runtime_of(worker)
         state.attach()

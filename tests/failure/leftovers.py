@@ -27,8 +27,13 @@ async def left_on(dask_worker: Any) -> list[str]:
         found += [f"open run {run}" for run in runs.shuffle_runs._runs]
     found += _memory_of(dask_worker)
     found += _ucx_of(dask_worker)
+    pools = [dask_worker.rpc, runtime_of(dask_worker).links.connections._pool]
     found += [
-        f"endpoint to {peer} in use" for peer, used in dask_worker.rpc.occupied.items() if used
+        f"endpoint to {peer} in use"
+        for pool in pools
+        if pool is not None
+        for peer, used in pool.occupied.items()
+        if used
     ]
     found += [f"task {task}" for task in asyncio.all_tasks() if _is_ours(task)]
     found += [f"thread with {key}" for key in dask_worker.active_threads.values()]
@@ -55,6 +60,8 @@ def _memory_of(worker: Any) -> list[str]:
     amounts = {
         "bytes of the pool": state.pool.used_nbytes,
         "bytes on their way out": state.links.outgoing.used_nbytes,
+        "bytes to send": state._send_budget.used_nbytes,
+        "bytes that runs wanted to send": sum(state._send_budget._wanted.values()),
         "bytes of the budget": state._budget.used_nbytes if state._budget is not None else 0,
         # A closed worker does not learn that its last task has ended, but it keeps nothing.
         "partitions to let go of": len(state._to_release) if worker.status != Status.closed else 0,

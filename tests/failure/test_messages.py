@@ -110,8 +110,9 @@ def _always(number: int) -> bool:
     return True
 
 
-def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
-    connect, numbers = worker.rpc.connect, itertools.count(1)
+async def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
+    pool = await runtime_of(worker).links.connections.pool()
+    connect, numbers = pool.connect, itertools.count(1)
 
     async def flaky(peer: str, *args: Any, **kwargs: Any) -> Any:
         if peer in peers and which(next(numbers)):
@@ -119,12 +120,13 @@ def _connections_fail(worker: Any, which: Which, peers: list[str]) -> None:
             raise OSError("no route to host")
         return await connect(peer, *args, **kwargs)
 
-    worker.rpc.connect = flaky
+    pool.connect = flaky
 
 
-def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
+async def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
     """Make writes of a shuffle's messages fail on existing connections."""
-    connect, numbers = worker.rpc.connect, itertools.count(1)
+    pool = await runtime_of(worker).links.connections.pool()
+    connect, numbers = pool.connect, itertools.count(1)
 
     def make(write: Any) -> Any:
         async def flaky(message: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +143,7 @@ def _writes_fail(worker: Any, which: Which, peers: list[str]) -> None:
             comm.write = make(comm.write)
         return comm
 
-    worker.rpc.connect = connected
+    pool.connect = connected
 
 
 async def _ucx_links_fail(worker: Any, which: Which, peers: list[str]) -> None:
@@ -392,7 +394,7 @@ def _waiting_nbytes(worker: Any) -> int:
 
 
 def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
-    """Queued bytes stay within the limit plus the shard that crossed it."""
+    """Queued bytes, for all peers together, stay within the limit or are one shard."""
     with Gate() as gate:
         for receiver in stage.addresses("receiver"):
             stage.tell(receiver, gates.hold, "receive", gate.path)
@@ -400,9 +402,9 @@ def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
         stage.wait_for_blocked_producers(2)
         for sender in stage.addresses("sender"):
             waiting_nbytes = stage.tell(sender, _waiting_nbytes)
-            # Each receiver has its own queue, and a partition is divided among them.
+            # The first shard may be larger than the limit.
             partition_nbytes = frame(0).memory_usage(deep=True).sum()
-            assert IN_FLIGHT_NBYTES <= waiting_nbytes <= 2 * IN_FLIGHT_NBYTES + partition_nbytes
+            assert 0 < waiting_nbytes <= max(IN_FLIGHT_NBYTES, partition_nbytes)
     assert_same_partitions(stage.results(outputs), expected())
     assert stage.runs() == {"gpurt": 1, "stock": 0}
     assert stage.paths() == {stage.transport}

@@ -105,7 +105,7 @@ WRONG_SETTINGS = [
     changed("shuffle.memory", float("nan")),
     changed("shuffle.message_nbytes", 0),
     changed("shuffle.message_nbytes", "plenty"),
-    changed("shuffle.in_flight_nbytes", True),
+    changed("shuffle.in_flight", True),
     changed("shuffle.compression", ["zstd"]),
     changed("shuffle.transport", "pigeon"),
     changed("strict", "perhaps"),

@@ -7,7 +7,8 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
-from dask_gpurt.transport.outbox import Outbox
+from dask_gpurt.transport.sending.outbox import Outbox
+from dask_gpurt.transport.sending.send_budget import SendBudget
 
 PATIENCE_S = 20.0
 
@@ -35,19 +36,27 @@ class WatchedCondition(threading.Condition):
 
 
 def always(nbytes):
-    """Return a function with one message size for all peers."""
+    """Return a function with one number for all peers."""
     return lambda peer: nbytes
+
+
+def outbox(send, *, limit_nbytes=1 << 20, budget=None, changed=None, **options):
+    """Make an outbox on the running loop, which sends shards as soon as it may."""
+    budget = budget or SendBudget(limit_nbytes)
+    if changed is not None:
+        budget.changed = changed  # only the condition shows that a producer waits
+    options = {"message_nbytes": 1 << 20, "concurrency": 1, "hold_s": 0} | options
+    for name in ("message_nbytes", "concurrency"):
+        if not callable(options[name]):
+            options[name] = always(options[name])
+    return Outbox(send, asyncio.get_running_loop(), budget=budget, **options)
 
 
 class Post:
     """An outbox on the running loop, with peers whose gates the test opens and closes."""
 
     def __init__(self, **options):
-        options = {"limit_nbytes": 1 << 20, "message_nbytes": 1 << 20, "concurrency": 1} | options
-        if not callable(size := options["message_nbytes"]):
-            options["message_nbytes"] = always(size)
-        self.outbox = Outbox(self._send, asyncio.get_running_loop(), **options)
-        self.outbox._changed = WatchedCondition()  # only this condition shows that a producer waits
+        self.outbox = outbox(self._send, **{"changed": WatchedCondition()} | options)
         self.gates = defaultdict(asyncio.Event)
         self.refusals = {}
         self.started = defaultdict(list)

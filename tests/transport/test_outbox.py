@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from dask_gpurt.transport.outbox import Outbox
-from tests.transport.outbox_post import PATIENCE_S, Item, Post, always, flat, run, settle
+from tests.transport.outbox_post import PATIENCE_S, Item, Post, flat, outbox, run, settle
 
 # ------------------------------------------------------------------ messages
 
@@ -47,11 +46,9 @@ def test_send_runs_on_the_loop():
         threads.append(threading.get_ident())
 
     async def scenario():
-        outbox = Outbox(
-            send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=always(100)
-        )
-        await asyncio.to_thread(outbox.put, "a", [Item(1)])
-        await outbox.flush()
+        box = outbox(send)
+        await asyncio.to_thread(box.put, "a", [Item(1)])
+        await box.flush()
         assert threads == [threading.get_ident()]
 
     run(scenario)
@@ -175,7 +172,7 @@ def test_a_put_while_a_sender_ends_is_sent():
 
     class Last(Item):
         def __del__(self):
-            outbox.put("a", [Item("late")])
+            box.put("a", [Item("late")])
 
     arrived = []
 
@@ -183,19 +180,13 @@ def test_a_put_while_a_sender_ends_is_sent():
         arrived.extend(item.name for item in items)
 
     async def scenario():
-        nonlocal outbox
-        outbox = Outbox(
-            send,
-            asyncio.get_running_loop(),
-            limit_nbytes=100,
-            message_nbytes=always(100),
-            concurrency=1,
-        )
-        outbox.put("a", [Last("early")])
+        nonlocal box
+        box = outbox(send)
+        box.put("a", [Last("early")])
         await settle()
         assert arrived == ["early", "late"]
 
-    outbox = None
+    box = None
     run(scenario)
 
 
@@ -217,15 +208,9 @@ def test_shards_are_freed_once_they_are_delivered():
         alive_at_start.append(sorted(alive))
 
     async def scenario():
-        outbox = Outbox(
-            send,
-            asyncio.get_running_loop(),
-            limit_nbytes=100,
-            message_nbytes=always(10),
-            concurrency=1,
-        )
-        outbox.put("a", [Tracked(1), Tracked(2), Tracked(3)])
-        await outbox.flush()
+        box = outbox(send, message_nbytes=10)
+        box.put("a", [Tracked(1), Tracked(2), Tracked(3)])
+        await box.flush()
         assert alive_at_start == [[1, 2, 3], [2, 3], [3]]
         await settle()
         assert alive == set()
@@ -397,13 +382,11 @@ def test_closing_waits_for_the_senders_to_end():
                 await asyncio.sleep(0)
                 cleaned_up.append(peer)
 
-        outbox = Outbox(
-            send, asyncio.get_running_loop(), limit_nbytes=100, message_nbytes=always(100)
-        )
-        outbox.put("a", [Item(1)])
-        outbox.put("b", [Item(2)])
+        box = outbox(send)
+        box.put("a", [Item(1)])
+        box.put("b", [Item(2)])
         await settle()
-        await outbox.close()
+        await box.close()
         assert sorted(cleaned_up) == ["a", "b"]
 
     run(scenario)
@@ -416,12 +399,12 @@ def test_producers_may_meet_new_peers_meanwhile(method):
 
     async def scenario():
         loop = asyncio.get_running_loop()
-        outbox = Outbox(send, loop, limit_nbytes=100, message_nbytes=always(100))
+        box = outbox(send)
         begun, stop = threading.Event(), threading.Event()
 
         def produce():
             for number in range(5000):
-                outbox.put(f"peer {number}", [])
+                box.put(f"peer {number}", [Item(number)])
                 if number == 200:
                     begun.set()
                 if stop.is_set():
@@ -431,7 +414,7 @@ def test_producers_may_meet_new_peers_meanwhile(method):
         await asyncio.to_thread(begun.wait, PATIENCE_S)
         try:
             for _ in range(200):
-                await getattr(outbox, method)()
+                await getattr(box, method)()
         finally:
             stop.set()
             await producing

@@ -46,11 +46,13 @@ def test_bytes_in_flight_count_as_waiting():
 
 def test_full_queue_of_a_peer_does_not_block_other_producers():
     async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("a", Item(1))
-        await post.put("b", Item(2))
-        assert post.outbox.waiting_nbytes == 20
+        post = Post(limit_nbytes=30)
+        await post.put("a", Item(1), Item(2))
+        held_back = await post.hold_back("a", Item(3))
+        await post.put("b", Item(4))
+        assert post.outbox.waiting_nbytes == 30
         post.open("a", "b")
+        await held_back
         await post.outbox.flush()
 
     run(scenario)
@@ -117,9 +119,9 @@ def test_a_failure_does_not_keep_the_shards_in_flight_alive():
 
 def test_a_failure_of_one_peer_unblocks_producers_for_another():
     async def scenario():
-        post = Post(limit_nbytes=10)
-        await post.put("b", Item(1))
-        held_back = await post.hold_back("b", Item(2))
+        post = Post(limit_nbytes=30)
+        await post.put("b", Item(1), Item(2))
+        held_back = await post.hold_back("b", Item(4))
         post.refusals["a"] = Refused("a is gone")
         post.open("a")
         await post.put("a", Item(3))

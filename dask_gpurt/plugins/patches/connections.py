@@ -7,6 +7,7 @@
 | `Worker.batched_stream.comm`, `Comm.read` | splits a message of the scheduler into parts |
 `ShortTurns.uninstall` |
 | `Server.handle_stream` | lets the loop run after each part | |
+| `Worker.rpc.remove` | closes connections of ours to a lost worker, too | `LostPeers.uninstall` |
 | `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps the error of a failed send |
 |
 
@@ -32,7 +33,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,34 @@ class ShortTurns:
     def _restore_if_done(self) -> None:
         if self._has_ended and not self._left and vars(self._comm).get("read") == self._read:
             del self._comm.read
+
+
+class LostPeers:
+    """The patch that tells us when a worker's peer is lost, until `uninstall`.
+
+    A call to a peer whose host is gone would wait until the system gives up its connection.
+
+    Parameters
+    ----------
+    on_loss
+        Called with the address of the lost peer.
+    """
+
+    def __init__(self, worker: Worker, on_loss: Callable[[str], None]) -> None:
+        self._pool: Any = worker.rpc
+        stock = self._pool.remove
+
+        def remove(addr: str, **kwargs: Any) -> None:
+            stock(addr, **kwargs)
+            on_loss(addr)
+
+        self._remove = remove
+        self._pool.remove = remove  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Restore stock's method."""
+        if vars(self._pool).get("remove") is self._remove:
+            del self._pool.remove
 
 
 def _n_until_tasks_alone(messages: Sequence[Any]) -> int:

@@ -27,8 +27,7 @@ tell how far a shuffle is | |
 error | `RunLookup.uninstall` |
 | handler `shuffle_inputs_done` | a closing worker reports neither success nor failure |
 `RunLookup.uninstall` |
-| `Worker.rpc.available`, `.occupied`, `TCP.stream` | reach the sockets whose bandwidth the kernel
-reports | |
+| `TCP.stream` | reaches the sockets whose bandwidth the kernel reports | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 
 Other modules import distributed's private names from here. Contract tests in
@@ -42,7 +41,7 @@ import contextlib
 import inspect
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -71,6 +70,7 @@ from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
+    from distributed.comm import Comm
     from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin as ShuffleWorkerPlugin
 
 __all__ = [
@@ -416,14 +416,13 @@ def requires_encryption(worker: Worker) -> bool:
     )
 
 
-def delivered(worker: Worker, address: str) -> int | None:
-    """Return the highest delivery rate, in bytes a second, of the connections to a peer.
+def delivered(comms: Iterable[Comm]) -> int | None:
+    """Return the highest delivery rate, in bytes a second, of connections.
 
     Return None if the kernel reports none: no TCP, another system, or nothing sent yet.
     """
-    pool = worker.rpc
     rates = [0]
-    for comm in (*pool.available.get(address, ()), *pool.occupied.get(address, ())):
+    for comm in comms:
         sock = getattr(getattr(comm, "stream", None), "socket", None)
         if sock is not None and sys.platform == "linux":
             with contextlib.suppress(OSError):

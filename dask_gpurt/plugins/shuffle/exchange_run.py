@@ -51,13 +51,14 @@ from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.shuffle.credits import in_turn
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.transport import wire
-from dask_gpurt.transport.outbox import Outbox
+from dask_gpurt.transport.sending.outbox import Outbox
 
 if TYPE_CHECKING:
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
@@ -122,13 +123,15 @@ class ExchangeRun:
             may_spill=self.id not in state.kept_off_disk,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
-        self._messenger = Messenger(self, worker, settings, adapter)
-        self._n_peers = len(self._plan.slots_of_worker.keys() - {self.local_address})
+        self._peers = in_turn(self._plan.workers, self.local_address)
+        self._messenger = Messenger(self, worker, settings, adapter, len(self._peers))
+        self._send_budget = state.send_budget(settings)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
-            limit_nbytes=settings.in_flight_nbytes,
+            budget=self._send_budget,
             message_nbytes=self._messenger.message_nbytes,
+            concurrency=self._messenger.n_messages,
         )
         self._received_nbytes = 0
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
@@ -173,8 +176,7 @@ class ExchangeRun:
                 if isinstance(made, Packed):
                     outgoing.setdefault(worker, []).append(Outgoing(header, made))
                     if made.is_on_device:
-                        more_nbytes = self._messenger.expect_device_shards(self._n_peers)
-                        self._outbox.limit_nbytes = max(self._outbox.limit_nbytes, more_nbytes)
+                        self._messenger.expect_device_shards()
                 else:
                     local.append(shard_of(header, body=made))
         local_nbytes = sum(shard.nbytes for shard in local)
@@ -195,8 +197,9 @@ class ExchangeRun:
             self._state.ledger.timed(COMPUTE, WAITING),
             context_meter.meter("p2p-comms-limiter"),
         ):
-            for address, shards in outgoing.items():
-                self._outbox.put(address, shards)
+            for address in self._peers:
+                if address in outgoing:
+                    self._outbox.put(address, outgoing.pop(address))
             if not self._settings.overlap:
                 sync(self._worker.loop, self._outbox.flush)
         self.make_room()
@@ -274,6 +277,7 @@ class ExchangeRun:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
             with self._timed("receive"), self._state.ledger.timed(COMMUNICATION, "receive"):
+                self._messenger.heard_from(data["sender"])
                 shards = await self._messenger.receive(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
@@ -292,7 +296,7 @@ class ExchangeRun:
             await asyncio.wrap_future(
                 self._spilling.submit(self.make_room, priority=Priority.HIGH, path="spill")
             )
-        return {"status": "OK"}
+        return {"status": "OK", "credit": self._messenger.credit_nbytes()}
 
     # ------------------------------------------------------------------ barrier
 
@@ -436,7 +440,6 @@ class ExchangeRun:
             # A task may be told to run again while it still runs; distributed then takes its answer
             # as that of the next attempt. So a run that is over must answer "again", not with an
             # error.
-            # rather than raise an error.
             raise ShuffleClosedError(f"{self} has already been closed") from self._exception
 
     def fail(self, exception: Exception) -> None:
@@ -453,6 +456,7 @@ class ExchangeRun:
         self._ended.set()
         # A closing worker waits for this close, and would hang if it were cancelled half way.
         await to_its_end(self._outbox.close)
+        self._send_budget.forget((self.id, self.run_id))
         self._last_report = self.report()
         await in_a_thread(self._free)
         self._state.end_run(self, self._last_report)
@@ -482,7 +486,6 @@ class ExchangeRun:
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the progress in the shape that distributed's dashboard draws."""
-        n_peers = max(len(self._plan.workers) - 1, 1)
         return {
             "disk": self._disk_writes.shown(
                 memory_nbytes=self._store.resident_nbytes,
@@ -492,7 +495,7 @@ class ExchangeRun:
             ),
             "comm": self._sends.shown(
                 memory_nbytes=self._outbox.waiting_nbytes,
-                limit_nbytes=self._settings.in_flight_nbytes * n_peers,
+                limit_nbytes=self._send_budget.most_nbytes,
                 read_nbytes=self._received_nbytes,
                 n_buckets=len(self._plan.workers),
             ),

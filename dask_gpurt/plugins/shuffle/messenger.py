@@ -20,6 +20,7 @@ from dask_gpurt.codecs.encoded_shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
+from dask_gpurt.errors import ProtocolError
 from dask_gpurt.frames.adapter import ArrivalAllocator, BodyAdapter, DeviceMemory, on_host
 from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
@@ -28,12 +29,14 @@ from dask_gpurt.plugins.patches.p2p import (
     ShuffleClosedError,
     clean_exception,
     context_meter,
+    event_loop,
     retry,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, is_inline
+from dask_gpurt.plugins.shuffle.payloads import is_inline
+from dask_gpurt.plugins.shuffle.transport_choice import DEVICE
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.worker import RunLike, runtime_of
-from dask_gpurt.shuffle import messages
+from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
@@ -46,6 +49,8 @@ T = TypeVar("T")
 
 #: Lane jobs that process a received message.
 _TAKING_IN = frozenset(("allocate", "borrow", "decode"))
+#: Longest address of a sender.
+_MOST_CHARACTERS = 1000
 
 
 class Messenger:
@@ -56,6 +61,8 @@ class Messenger:
     ----------
     adapter
         Knows where in a shard bytes of one kind are.
+    n_peers
+        Other workers that own partitions of the run.
     """
 
     def __init__(
@@ -64,12 +71,17 @@ class Messenger:
         worker: Worker,
         settings: ShuffleSettings,
         adapter: BodyAdapter,
+        n_peers: int,
     ) -> None:
         self._run = run
         self._worker = worker
         self._settings = settings
         self._adapter = adapter
         self._state = runtime_of(worker)
+        self._n_peers = n_peers
+        #: What peers allow. Until a peer's first answer, as much as this worker would allow it.
+        self._credits: dict[str, int] = {}
+        self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, n_peers)
         #: Size of messages from device memory; 0 until there is a shard for one.
         self._device_message_nbytes = 0
         retry_key = "distributed.p2p.comm.retry"
@@ -109,8 +121,11 @@ class Messenger:
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
             try:
-                answer: dict[str, Any] = await self._worker.rpc(address).shuffle_receive(
-                    data=data, shuffle_id=run.id, run_id=run.run_id
+                answer = await self._state.links.connections.receive(
+                    address,
+                    data={**data, "sender": self._worker.address},
+                    shuffle_id=run.id,
+                    run_id=run.run_id,
                 )
             except OSError as unsent:
                 drop_message(unsent)
@@ -125,6 +140,8 @@ class Messenger:
                 if isinstance(error, P2PConsistencyError):
                     raise ShuffleClosedError(f"{run} is over") from error
                 raise error.with_traceback(traceback)
+            if "header" in data and answer["status"] == "OK":
+                self._credits[address] = credits.checked(answer.get("credit"))
             return answer
 
         transport = self._device_transport if on_device else self._settings.transport
@@ -139,25 +156,54 @@ class Messenger:
         transport = self._settings.transport
         return DEVICE if transport == "auto" else transport
 
-    def expect_device_shards(self, n_peers: int) -> int:
-        """Note that shards in device memory are sent; return the size of their messages."""
+    def expect_device_shards(self) -> None:
+        """Note that shards in device memory are sent: their messages are larger."""
         if not self._device_message_nbytes:
             self._device_message_nbytes = messages.device_message_nbytes(
-                self._settings.message_nbytes, n_peers, shards_limit_nbytes()
+                self._settings.message_nbytes, self._n_peers, shards_limit_nbytes()
             )
-        return self._device_message_nbytes
+            # A peer gets room for two messages.
+            most_nbytes = credits.N_MESSAGES * self._n_peers * self._device_message_nbytes
+            self._state.send_budget(self._settings).want(
+                (self._run.id, self._run.run_id), most_nbytes
+            )
 
     def message_nbytes(self, address: str) -> int:
         """Return the size at which a message to a peer is closed."""
+        return self._pace(address)[0]
+
+    def n_messages(self, address: str) -> int:
+        """Return the messages that may be in flight to a peer."""
+        return self._pace(address)[1]
+
+    def _pace(self, address: str) -> tuple[int, int]:
         settings, links = self._settings, self._state.links
         if self._device_message_nbytes:
             path = links.known_path(address, self._device_transport)
             if path is not None and self._takes_device_memory(path):
-                return self._device_message_nbytes
-        peers = links.on_host(settings.transport)
-        if address not in peers:
-            return settings.message_nbytes
-        return messages.local_message_nbytes(settings.message_nbytes, len(peers))
+                return self._device_message_nbytes, credits.N_MESSAGES
+        nbytes, peers = settings.message_nbytes, links.on_host(settings.transport)
+        if address in peers:
+            nbytes = messages.local_message_nbytes(nbytes, len(peers))
+        return credits.pace(nbytes, self._credits.get(address, self._first_credit_nbytes))
+
+    def heard_from(self, sender: Any) -> None:
+        """Note that a message of this peer begins to arrive.
+
+        Raises
+        ------
+        ProtocolError
+            This is not an address.
+        """
+        if not isinstance(sender, str) or len(sender) > _MOST_CHARACTERS:
+            raise ProtocolError("a message without the address of its sender")
+        run = self._run
+        key = sender, run.id, run.run_id
+        self._state.senders.note(key, event_loop(self._worker).time())
+
+    def credit_nbytes(self) -> int:
+        """Return the bytes that each sender may have under way to this worker."""
+        return self._state.senders.credit_nbytes(self._n_peers)
 
     def _takes_device_memory(self, path: Transport) -> bool:
         compression = self._settings.compression

@@ -28,6 +28,8 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.plugins.patches.p2p import event_loop
+from dask_gpurt.plugins.shuffle.payloads import is_inline, pairs, view_of
+from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
 from dask_gpurt.plugins.shuffle.transports import (
     MESSAGE_DEADLINE_S,
     Call,
@@ -80,7 +82,11 @@ class Links:
 
     def __init__(self, worker: Worker, keep_nbytes: int) -> None:
         self._worker = worker
+        self.connections = PeerConnections(worker)
         self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
+        #: By transport, the peers whose path leads through this host's memory. Kept current: every
+        #: message asks for them, and there may be a thousand paths.
+        self._on_host: dict[str, set[str]] = {}
         self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
         self.ucx = WorkerUcx(worker)
@@ -173,13 +179,9 @@ class Links:
             "or the memory of one of the two hosts is at fault"
         )
 
-    def on_host(self, transport: str) -> set[str]:
+    def on_host(self, transport: str) -> Set[str]:
         """Return the peers whose known path leads through this host's memory."""
-        return {
-            address
-            for (address, used), task in self._paths.items()
-            if used == transport and (path := result_if_any(task)) is not None and path.is_local
-        }
+        return self._on_host.get(transport, frozenset())
 
     def known_path(self, address: str, transport: str) -> Transport | None:
         """Return the path to a peer, unless none is known yet."""
@@ -188,14 +190,19 @@ class Links:
 
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
+        self._on_host.get(transport, set()).discard(address)
 
-    def _forget_failed(self, address: str, transport: str, task: asyncio.Task[Transport]) -> None:
+    def _linked(self, address: str, transport: str, task: asyncio.Task[Transport]) -> None:
         # Always read the error. All waiting callers may be gone, for example because their run
         # ended, and asyncio would log an error that was never read. Do not keep the task: its
         # traceback references the frames of the callers, and so their messages.
         is_failed = task.cancelled() or task.exception() is not None
-        if is_failed and self._paths.get((address, transport)) is task:
+        if self._paths.get((address, transport)) is not task:
+            return
+        if is_failed:
             self._forget(address, transport)
+        elif task.result().is_local:
+            self._on_host.setdefault(transport, set()).add(address)
 
     async def _path(self, address: str, transport: str, call: Call) -> Transport:
         while True:
@@ -206,7 +213,7 @@ class Links:
             if task is None or is_ours:
                 task = asyncio.create_task(self._link(address, transport, call))
                 self._paths[address, transport] = task
-                task.add_done_callback(partial(self._forget_failed, address, transport))
+                task.add_done_callback(partial(self._linked, address, transport))
             try:
                 # Shielded: other callers may wait for the task too.
                 return await asyncio.shield(task)
@@ -244,7 +251,7 @@ class Links:
                     f"gpurt.shuffle.transport is ucx, but {address} cannot be reached that way: "
                     f"{why_not['ucx']}"
                 )
-            path = CommTransport(self._worker, address, why_not)
+            path = CommTransport(self.connections, address, why_not)
         if not path.is_local:
             path.device_codecs = await _device_codecs_with(call)
         logger.debug("shuffle bytes to %s go by %s %s", address, path.name, path.why_not or "")
@@ -353,7 +360,7 @@ class Links:
             The payload is not what was announced.
         """
         if is_inline(payload):
-            return [_view(part, nbytes) for part, nbytes in _pairs(payload, lengths)]
+            return [view_of(part, nbytes) for part, nbytes in pairs(payload, lengths)]
         if payload["by"] == "shared":
             if seal(payload["token"], payload["places"]) != payload["seal"]:
                 raise DamagedError("places in shared memory were damaged on their way")
@@ -376,10 +383,10 @@ class Links:
         in_thread: InThread,
     ) -> list[Buffer]:
         fetched, sent, lent = [], [], []
-        for number, (part, nbytes) in enumerate(_pairs(parts, lengths)):
+        for number, (part, nbytes) in enumerate(pairs(parts, lengths)):
             # Check all parts before reading any of them.
             if isinstance(part, bytes):
-                source = _view(part, nbytes)
+                source = view_of(part, nbytes)
                 fetched.append(empty(number, nbytes))
                 sent.append((source, fetched[-1]))
             else:
@@ -430,11 +437,13 @@ class Links:
         """Release idle memory: this worker's pool, and the open files of peers."""
         self.outgoing.trim()
         self._drop_links()
+        self.connections.rest()
 
     def _drop_links(self) -> None:
         # A peer that sends again offers its memory again.
         self._borrower.close()
         self._paths.clear()
+        self._on_host.clear()
         self._device_failures.clear()
         self._ucx_failures.clear()
         self._broken.clear()
@@ -442,6 +451,8 @@ class Links:
     async def disconnect(self) -> None:
         """Drop all links. Shuffles in progress may make new ones."""
         self._drop_links()
+        if not self.connections.is_busy:
+            await self.connections.close()
         await self.ucx.close(_LINK_DEADLINE_S)
 
     def close(self) -> None:
@@ -469,24 +480,6 @@ async def _device_codecs_with(call: Call) -> Set[int]:
     if not isinstance(theirs, (list, tuple)):
         raise ProtocolError(f"codecs {theirs!r}")
     return frozenset(number for number in ours if number in theirs)
-
-
-def _pairs(parts: Sequence[Any], lengths: Sequence[int]) -> list[tuple[Any, int]]:
-    if len(parts) != len(lengths):
-        raise ProtocolError(f"received {len(parts)} of {len(lengths)} buffers")
-    return list(zip(parts, lengths, strict=True))
-
-
-def _view(part: Any, nbytes: int) -> Buffer:
-    found = np.frombuffer(part, dtype=np.uint8)
-    if found.nbytes != nbytes:
-        raise ProtocolError(f"received {found.nbytes} of {nbytes} bytes")
-    return found
-
-
-def is_inline(payload: Any) -> bool:
-    """Return whether a payload is inside the control message."""
-    return not isinstance(payload, Mapping)
 
 
 def _without_port(address: str) -> str:

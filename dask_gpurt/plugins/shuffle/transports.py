@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Set
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.patches.p2p import delivered, to_serialize
+from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Lender, seal
 
 if TYPE_CHECKING:
-    from distributed import Worker
-
     from dask_gpurt.transport.ucx import UcxEngine
 
 #: Sends a control message with these contents and returns the peer's answer.
@@ -49,10 +48,10 @@ class CommTransport:
     takes_device_memory = False
     device_codecs: Set[int] = frozenset()
 
-    def __init__(self, worker: Worker, address: str, why_not: dict[str, str]) -> None:
+    def __init__(self, connections: PeerConnections, address: str, why_not: dict[str, str]) -> None:
         self.address = address
         self.why_not = why_not
-        self._worker = worker
+        self._connections = connections
         self._rate = LinkRate()
 
     @property
@@ -63,7 +62,7 @@ class CommTransport:
     async def send(self, message: Message, call: Call) -> Answer:
         payload = [to_serialize(buffer.data) for buffer in message.buffers]
         answer = await call({"header": message.header, "payload": payload})
-        self._rate.add(delivered(self._worker, self.address))
+        self._rate.add(delivered(self._connections.to(self.address)))
         return answer
 
 

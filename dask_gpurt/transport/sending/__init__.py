@@ -1,0 +1,1 @@
+"""Queues of shards that wait to be sent, and their budget."""
