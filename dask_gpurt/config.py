@@ -49,6 +49,8 @@ class ShuffleSettings:
     ----------
     transport
         `auto`, `ucx`, or `comm` (only Dask's own connections).
+    routing
+        `direct`, `two-level` through one worker of the other host, or `auto`.
     compression
         `auto` compresses where it pays, `lz4` and `zstd` everywhere, `none` nowhere.
     memory
@@ -64,6 +66,7 @@ class ShuffleSettings:
     """
 
     transport: str
+    routing: Literal["auto", "direct", "two-level"]
     compression: Literal["auto", "none", "lz4", "zstd"]
     memory: float
     device: float
@@ -273,6 +276,7 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
         strict=_flag(get, "strict"),
         shuffle=ShuffleSettings(
             transport=_choice(get, "shuffle.transport"),
+            routing=_choice(get, "shuffle.routing"),
             compression=_choice(get, "shuffle.compression"),
             memory=_memory(get, "shuffle.memory"),
             device=_memory(get, "shuffle.device"),

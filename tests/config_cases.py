@@ -25,6 +25,7 @@ DEFAULTS = Settings(
         message_nbytes=8 * MIB,
         in_flight="auto",
         overlap=True,
+        routing="auto",
     ),
     memory=MemorySettings(
         enabled=True,

@@ -7,7 +7,7 @@ callers run them in threads. The binary format of the header is `transport.wire`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from dask_gpurt.codecs.encoded_shards import (
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.adapter import Packed
+from dask_gpurt.shuffle import envelope
+from dask_gpurt.shuffle.envelope import Forward
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
 
@@ -45,10 +47,17 @@ _DEVICE_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A packed shard and its header."""
+    """A packed shard and its header.
+
+    Attributes
+    ----------
+    target
+        Worker that the shard is for, if a relay gets it (`shuffle.routing`).
+    """
 
     header: wire.ShardHeader
     packed: Packed
+    target: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +106,19 @@ def remote_message(shards: Sequence[Outgoing], encode: Encode) -> Message:
     wire_nbytes = len(message.header) + sum(buffer.nbytes for buffer in message.buffers)
     raw_nbytes = sum(shard.nbytes for shard in shards)
     return replace(message, raw_nbytes=raw_nbytes, wire_nbytes=wire_nbytes)
+
+
+def enveloped(of_target: Mapping[str, Message]) -> Message:
+    """Return one message for a relay, made of messages for other workers of its host."""
+    found = of_target.values()
+    header = envelope.encode([Forward(target, one.header) for target, one in of_target.items()])
+    more_nbytes = len(header) - sum(len(one.header) for one in found)
+    return Message(
+        header,
+        [buffer for one in found for buffer in one.buffers],
+        raw_nbytes=sum(one.raw_nbytes for one in found),
+        wire_nbytes=sum(one.wire_nbytes for one in found) + more_nbytes,
+    )
 
 
 def local_message_nbytes(message_nbytes: int, n_peers: int) -> int:

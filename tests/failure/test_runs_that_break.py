@@ -24,6 +24,7 @@ from distributed import Client, LocalCluster, as_completed, futures_of, wait
 import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import barrier_key
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle import shards, spill_file
 from tests.conftest import stock_client
@@ -302,14 +303,14 @@ def test_restricted_output_moves_to_its_owner(client, monkeypatch):
             scheduler.set_restrictions({output.key: set(scheduler.workers) - {owner}})
         return await stock_barrier(run, run_ids)
 
-    move_task = ExchangeRun._move_task
+    move_task = RunControl.move_task
 
-    async def moving(run, key, owner):
+    async def moving(control, key, owner):
         attempts.append(key)
-        await move_task(run, key, owner)
+        await move_task(control, key, owner)
 
     monkeypatch.setattr(ExchangeRun, "barrier", barrier)
-    monkeypatch.setattr(ExchangeRun, "_move_task", moving)
+    monkeypatch.setattr(RunControl, "move_task", moving)
     assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=5)))
     assert len(attempts) == len(set(attempts)) == 5
 

@@ -39,7 +39,6 @@ from dask_gpurt.plugins.patches.p2p import (
     Reschedule,
     ShuffleClosedError,
     ShuffleSpec,
-    clean_exception,
     context_meter,
     event_loop,
     sync,
@@ -49,12 +48,14 @@ from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
 from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io, left_host
 from dask_gpurt.plugins.shuffle.messenger import Messenger
+from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.credits import in_turn
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
+from dask_gpurt.shuffle.routing import Routing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
 from dask_gpurt.transport import wire
@@ -100,6 +101,7 @@ class ExchangeRun:
         self.closed = False
         self.transferred = False
         self.start_time = time.time()
+        self._control = RunControl(worker, self.id, run_id)
         self._exception: Exception | None = None
         self._closed_event = asyncio.Event()
         #: Set once no more work of this run matters.
@@ -124,7 +126,8 @@ class ExchangeRun:
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._peers = in_turn(self._plan.workers, self.local_address)
-        self._messenger = Messenger(self, worker, settings, adapter, len(self._peers))
+        self._routing = Routing(self.local_address, self._plan.workers, settings.routing)
+        self._messenger = Messenger(self, worker, settings, adapter, self._peers)
         self._send_budget = state.send_budget(settings)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
@@ -174,7 +177,8 @@ class ExchangeRun:
             outgoing: dict[str, list[Outgoing]] = {}
             for worker, header, made in self._shards_of(data, partition_id):
                 if isinstance(made, Packed):
-                    outgoing.setdefault(worker, []).append(Outgoing(header, made))
+                    shards = outgoing.setdefault(self._routing.hop(worker), [])
+                    shards.append(Outgoing(header, made, worker))
                     if made.is_on_device:
                         self._messenger.expect_device_shards()
                 else:
@@ -262,7 +266,12 @@ class ExchangeRun:
             self._state.ledger.timed(COMMUNICATION, "send", nbytes),
         ):
             with context_meter.meter("process"), context_meter.meter("send"):
-                message = await self._messenger.send(address, shards)
+                try:
+                    message = await self._messenger.send(address, shards)
+                except OSError:
+                    if not self._routing.is_two_level:
+                        raise
+                    message = await self._messenger.send_around(address, shards)
             amount("process", nbytes)
             left_host(message.raw_nbytes, message.wire_nbytes)
         seconds = time.perf_counter() - began
@@ -304,9 +313,7 @@ class ExchangeRun:
         """Tell all workers, through the scheduler, that every input partition was added."""
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
-        call = self._worker.scheduler.shuffle_barrier(
-            id=self.id, run_id=self.run_id, consistent=consistent
-        )
+        call = self._control.end_inputs(consistent=consistent)
         answered, over = map(asyncio.ensure_future, (call, self._ended.wait()))
         # Read the error, so that asyncio does not log it when no caller waits any more.
         answered.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -320,18 +327,13 @@ class ExchangeRun:
                 await answered
             except Exception:
                 # Peers that already take part in a newer run refuse messages of this one.
-                if await self._is_stale():
+                if await self._control.is_stale():
                     raise Reschedule() from None
                 raise
         finally:
             answered.cancel()
             over.cancel()
         return self.run_id
-
-    async def _is_stale(self) -> bool:
-        """Return whether the scheduler has given up this run."""
-        answer = await self._worker.scheduler.shuffle_get(id=self.id, worker=self.local_address)
-        return bool(answer["status"] != "OK" or answer["run_spec"].run_id != self.run_id)
 
     async def inputs_done(self) -> None:
         """Handler: no task will add a partition any more; flush the outbox."""
@@ -352,7 +354,7 @@ class ExchangeRun:
         self.raise_if_closed()
         owner = self._plan.worker_for[partition_id]
         if owner != self.local_address:
-            sync(self._worker.loop, self._move_task, key, owner)
+            sync(self._worker.loop, self._control.move_task, key, owner)
         if not self.transferred:
             raise RuntimeError("`get_output_partition` called before barrier task")
         slot = self._plan.slot_of[partition_id]
@@ -369,7 +371,7 @@ class ExchangeRun:
                 self.raise_if_closed()
                 if isinstance(error, ShardStorageError):
                     self._state.keep_off_disk(self.id)
-                sync(self._worker.loop, self._start_over, error)
+                sync(self._worker.loop, self._control.start_over, error)
             result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)
         self._state.release_with(key, self._store, slot)
@@ -399,36 +401,6 @@ class ExchangeRun:
     def _assemble(self, partition_id: Any, pieces: Sequence[Piece]) -> Any:
         """Return an output partition, given its pieces in the order of their inputs."""
         raise NotImplementedError
-
-    async def _move_task(self, key: Any, owner: str) -> None:
-        answer = await self._worker.scheduler.shuffle_restrict_task(
-            id=self.id, run_id=self.run_id, key=key, worker=owner
-        )
-        if answer["status"] == "error":
-            _, error, traceback = clean_exception(**answer)
-            assert error is not None
-            raise error.with_traceback(traceback)
-        raise Reschedule()
-
-    async def _start_over(self, error: Exception) -> None:
-        """Ask for a new run of the whole shuffle: this one cannot return an output.
-
-        A released output is wanted again if the worker that held a result of it died, or if a later
-        graph reads the same shuffle.
-        """
-        logger.warning("shuffle %s starts over: %s", self.id, error)
-        try:
-            await self._worker.scheduler.shuffle_barrier(
-                id=self.id, run_id=self.run_id, consistent=False
-            )
-        except (KeyError, ValueError):
-            # The scheduler has already given up this run, or started a newer one.
-            logger.info("shuffle %s [%s] is over", self.id, self.run_id)
-        else:
-            if not await self._is_stale():
-                # The scheduler kept this run, so another attempt would fail too.
-                raise error
-        raise Reschedule()
 
     # ------------------------------------------------------------------ life
 

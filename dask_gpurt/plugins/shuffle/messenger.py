@@ -7,7 +7,7 @@ module composes a message for the chosen transport, and interprets the peer's an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +33,12 @@ from dask_gpurt.plugins.patches.p2p import (
     retry,
 )
 from dask_gpurt.plugins.shuffle.payloads import is_inline
-from dask_gpurt.plugins.shuffle.transport_choice import DEVICE
+from dask_gpurt.plugins.shuffle.relay import Relay
+from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.worker import RunLike, runtime_of
 from dask_gpurt.shuffle import credits, messages
+from dask_gpurt.shuffle.envelope import is_envelope
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
@@ -61,7 +63,7 @@ class Messenger:
     ----------
     adapter
         Knows where in a shard bytes of one kind are.
-    n_peers
+    peers
         Other workers that own partitions of the run.
     """
 
@@ -71,17 +73,26 @@ class Messenger:
         worker: Worker,
         settings: ShuffleSettings,
         adapter: BodyAdapter,
-        n_peers: int,
+        peers: Collection[str],
     ) -> None:
         self._run = run
         self._worker = worker
         self._settings = settings
         self._adapter = adapter
         self._state = runtime_of(worker)
-        self._n_peers = n_peers
+        self._n_peers = len(peers)
         #: What peers allow. Until a peer's first answer, as much as this worker would allow it.
         self._credits: dict[str, int] = {}
-        self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, n_peers)
+        self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, len(peers))
+        self._relay = Relay(
+            self,
+            settings.transport,
+            worker.address,
+            peers,
+            run.outgoing_memory,
+            run.memory_for,
+            self._state.memory_nbytes,
+        )
         #: Size of messages from device memory; 0 until there is a shard for one.
         self._device_message_nbytes = 0
         retry_key = "distributed.p2p.comm.retry"
@@ -104,19 +115,34 @@ class Messenger:
             The peer raised it.
         """
 
-        run = self._run
         on_device = any(shard.packed.is_on_device for shard in shards)
         nbytes = sum(shard.nbytes for shard in shards)
 
         async def compose(path: Transport) -> Message:
             found = shards
             if on_device:
-                found = await self._in_lane("to host", nbytes, self._staged, path, shards)
+                found = await self.in_lane("to host", nbytes, self._staged, path, shards)
             if path.is_local:
-                return messages.local_message(found)
+                return _for_targets(address, found, messages.local_message)
             with context_meter.meter("compress"):
-                encode = partial(self._encode, path)
-                return await self._in_lane("encode", nbytes, messages.remote_message, found, encode)
+                encode = partial(messages.remote_message, encode=partial(self._encode, path))
+                return await self.in_lane("encode", nbytes, _for_targets, address, found, encode)
+
+        transport = self._device_transport if on_device else self._settings.transport
+        return await self.deliver(address, transport, compose)
+
+    async def send_around(self, relay: str, shards: Sequence[Outgoing]) -> Message:
+        """Deliver shards to each of their targets: their relay cannot be reached."""
+        of_target: dict[str, list[Outgoing]] = {}
+        for shard in shards:
+            direct = replace(shard, target=None)
+            of_target.setdefault(shard.target or relay, []).append(direct)
+        found = [await self.send(target, group) for target, group in of_target.items()]
+        return messages.enveloped(dict(zip(of_target, found, strict=True)))
+
+    async def deliver(self, address: str, transport: str, compose: Compose) -> Message:
+        """Send a message and wait for the peer's answer; return the message. Raises as `send`."""
+        run = self._run
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
@@ -144,7 +170,6 @@ class Messenger:
                 self._credits[address] = credits.checked(answer.get("credit"))
             return answer
 
-        transport = self._device_transport if on_device else self._settings.transport
         deliver = partial(self._state.links.deliver, address, transport, compose, call)
         message: Message = await retry(
             deliver, operation=f"message to {address} of {self._run}", **self._retry
@@ -225,6 +250,8 @@ class Messenger:
         ProtocolError
             The message is malformed.
         """
+        if is_envelope(header):
+            return await self._relay.divide(header, payload)
         run = self._run
         headers = wire.decode(header)
         lengths = messages.buffer_lengths(headers, self._state.memory_nbytes)
@@ -241,7 +268,7 @@ class Messenger:
             }
             if wanted:
                 nbytes = sum(wanted.values())
-                on_device = await self._in_lane(
+                on_device = await self.in_lane(
                     "allocate", nbytes, _allocated, allocate_device, wanted
                 )
 
@@ -253,20 +280,39 @@ class Messenger:
                 return on_device.pop(number)
             return run.memory_for(nbytes, header.first_slot)
 
-        def empty_shard(header: wire.ShardHeader) -> Any:
-            return run.memory_for(header.buffer_nbytes, header.first_slot)
+        buffers = await self.fetch(payload, lengths, empty)
+        return await self.opened(headers, buffers, inside=is_inline(payload))
+
+    async def fetch(
+        self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Any]
+    ) -> list[Any]:
+        """Bring the payload of a message to this worker. See `Links.fetch`."""
 
         async def in_thread(nbytes: int, read: Callable[[], None]) -> None:
-            await self._in_lane("borrow", nbytes, read)
+            await self.in_lane("borrow", nbytes, read)
 
-        buffers = await self._state.links.fetch(payload, lengths, empty, in_thread)
-        inside = is_inline(payload)
+        return await self._state.links.fetch(payload, lengths, empty, in_thread)
+
+    async def opened(
+        self, headers: Sequence[wire.ShardHeader], buffers: Sequence[Any], *, inside: bool
+    ) -> list[Shard]:
+        """Return the shards in received buffers.
+
+        Parameters
+        ----------
+        inside
+            Whether the buffers are inside the message.
+        """
+
+        def empty_shard(header: wire.ShardHeader) -> Any:
+            return self._run.memory_for(header.buffer_nbytes, header.first_slot)
+
         opened = partial(messages.decode_shards, headers, buffers, empty_shard, in_place=not inside)
         # Decoding, copying and checking touch every byte. On the event loop they would keep it from
         # starting tasks and reading other messages.
         if inside or any(header.table or header.checksum for header in headers):
             nbytes = sum(header.buffer_nbytes for header in headers)
-            return await self._in_lane("decode", nbytes, opened)
+            return await self.in_lane("decode", nbytes, opened)
         return opened()
 
     def _staged(self, path: Transport, shards: Sequence[Outgoing]) -> list[Outgoing]:
@@ -288,7 +334,7 @@ class Messenger:
         sections = joined(self._adapter.sections(key, packed))
         return chooser.encode(key, sections, packed.buffer, link, bandwidth)
 
-    async def _in_lane(
+    async def in_lane(
         self, path: str, nbytes: int, function: Callable[..., T], *arguments: Any
     ) -> T:
         # A message may arrive after its run ended, when its worker may have no lanes any more.
@@ -300,6 +346,20 @@ class Messenger:
         )
         with self._state.ledger.timed(COMMUNICATION, WAITING):
             return await asyncio.wrap_future(job)
+
+
+def _for_targets(
+    address: str,
+    shards: Sequence[Outgoing],
+    compose: Callable[[Sequence[Outgoing]], Message],
+) -> Message:
+    """Return a message to a peer; an envelope if any of the shards is for another worker."""
+    of_target: dict[str, list[Outgoing]] = {}
+    for shard in shards:
+        of_target.setdefault(shard.target or address, []).append(shard)
+    if of_target.keys() <= {address}:
+        return compose(shards)
+    return messages.enveloped({target: compose(found) for target, found in of_target.items()})
 
 
 def _allocated(

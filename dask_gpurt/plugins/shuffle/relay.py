@@ -1,0 +1,152 @@
+"""The handing on of shards that came for other workers of this host (`shuffle.routing`).
+
+A relay takes in a message that one worker of another host sent to several workers of this one. It
+keeps its own shards, and passes the others on as they came: the same headers and checksums, from
+the buffers that they were received in. It answers once all of them were taken. `messenger` sends
+and receives the messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.shuffle.payloads import is_inline
+from dask_gpurt.plugins.shuffle.transports import Transport
+from dask_gpurt.shuffle import envelope, messages
+from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.transport import wire
+
+Buffers = Sequence[Any]
+
+
+class Post(Protocol):
+    """The part of a messenger that a relay uses."""
+
+    async def fetch(
+        self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Any]
+    ) -> list[Any]:
+        """Bring the payload of a message to this worker."""
+
+    async def opened(
+        self, headers: Sequence[wire.ShardHeader], buffers: Buffers, *, inside: bool
+    ) -> list[Shard]:
+        """Return the shards in received buffers."""
+
+    async def deliver(
+        self, address: str, transport: str, compose: Callable[[Transport], Awaitable[Message]]
+    ) -> Message:
+        """Send a message and wait for its answer."""
+
+    async def in_lane(
+        self, path: str, nbytes: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """Run a call that touches many bytes in a thread."""
+
+
+class Relay:
+    """Divides the messages of one run that are for several workers of this host.
+
+    Parameters
+    ----------
+    transport
+        Transport to workers of this host, as in the settings.
+    own
+        Address of this worker.
+    peers
+        Other workers of the run.
+    outgoing_memory
+        Returns memory that peers of this host can read.
+    memory_for
+        Returns memory for a shard that stays here, given its bytes and its first slot.
+    limit_nbytes
+        Bytes that a message may announce.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        transport: str,
+        own: str,
+        peers: Collection[str],
+        outgoing_memory: Callable[[int], Any],
+        memory_for: Callable[[int, int], Any],
+        limit_nbytes: int,
+    ) -> None:
+        self._post = post
+        self._transport = transport
+        self._own = own
+        self._workers = frozenset((own, *peers))
+        self._outgoing_memory = outgoing_memory
+        self._memory_for = memory_for
+        self._limit_nbytes = limit_nbytes
+
+    async def divide(self, header: bytes, payload: Any) -> list[Shard]:
+        """Hand on what is for others; return the shards that are for this worker.
+
+        Raises
+        ------
+        ProtocolError
+            The message is malformed, or is for a worker that has no part in the run.
+        OSError, DamagedError
+            A worker of this host could not be given its shards. The sender may send all again.
+        """
+        forwards = envelope.decode(header)
+        if strangers := {one.target for one in forwards} - self._workers:
+            raise ProtocolError(f"shards to hand on to {min(strangers)!r}, which takes no part")
+        headers = [wire.decode(one.header) for one in forwards]
+        lengths = messages.buffer_lengths(
+            [one for of_target in headers for one in of_target], self._limit_nbytes
+        )
+        ends = [0, *accumulate(sum(len(one.parts) for one in found) for found in headers)]
+        first_slots = {
+            first + number: slot
+            for one, found, first in zip(forwards, headers, ends, strict=False)
+            if one.target == self._own
+            for number, slot in enumerate(_first_slots(found))
+        }
+
+        def empty(number: int, nbytes: int) -> Any:
+            slot = first_slots.get(number)
+            return self._outgoing_memory(nbytes) if slot is None else self._memory_for(nbytes, slot)
+
+        buffers = await self._post.fetch(payload, lengths, empty)
+        inside = is_inline(payload)
+        passing = []
+        taken: list[Shard] = []
+        for one, found, (first, end) in zip(forwards, headers, pairwise(ends), strict=True):
+            if one.target == self._own:
+                taken += await self._post.opened(found, buffers[first:end], inside=inside)
+            else:
+                passing.append(self._pass_on(one, buffers[first:end], inside=inside))
+        await asyncio.gather(*passing)
+        return taken
+
+    async def _pass_on(self, one: envelope.Forward, buffers: Buffers, *, inside: bool) -> None:
+        if inside:
+            # Buffers inside a control message are in no memory that peers can read.
+            nbytes = sum(len(buffer) for buffer in buffers)
+            buffers = await self._post.in_lane("hand on", nbytes, self._copied, buffers)
+        message = Message(one.header, list(buffers))
+
+        async def compose(path: Transport) -> Message:
+            return message
+
+        await self._post.deliver(one.target, self._transport, compose)
+
+    def _copied(self, buffers: Buffers) -> Buffers:
+        copies = [self._outgoing_memory(len(buffer)) for buffer in buffers]
+        for buffer, copy in zip(buffers, copies, strict=True):
+            np.copyto(copy, buffer)
+        return copies
+
+
+def _first_slots(headers: Sequence[wire.ShardHeader]) -> list[int]:
+    """Return the first slot of the shard that each buffer belongs to."""
+    return [header.first_slot for header in headers for _ in header.parts]

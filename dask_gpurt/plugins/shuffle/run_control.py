@@ -1,0 +1,73 @@
+"""The calls of one run, on one worker, to the scheduler: is it stale, move a task, start over.
+
+distributed's control plane answers them. `exchange_run` says when they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dask_gpurt.plugins.patches.p2p import Reschedule, clean_exception
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("dask_gpurt.shuffle")
+
+
+class RunControl:
+    """Calls for the run `run_id` of the shuffle `shuffle_id`."""
+
+    def __init__(self, worker: Worker, shuffle_id: Any, run_id: int) -> None:
+        self._worker = worker
+        self._shuffle_id = shuffle_id
+        self._run_id = run_id
+
+    async def is_stale(self) -> bool:
+        """Return whether the scheduler has given up this run."""
+        answer = await self._worker.scheduler.shuffle_get(
+            id=self._shuffle_id, worker=self._worker.address
+        )
+        return bool(answer["status"] != "OK" or answer["run_spec"].run_id != self._run_id)
+
+    async def end_inputs(self, *, consistent: bool) -> None:
+        """Tell all workers that every input partition was added.
+
+        Parameters
+        ----------
+        consistent
+            False makes the scheduler start a new run instead.
+        """
+        await self._worker.scheduler.shuffle_barrier(
+            id=self._shuffle_id, run_id=self._run_id, consistent=consistent
+        )
+
+    async def move_task(self, key: Any, owner: str) -> NoReturn:
+        """Let a task run again, on the worker that owns its output partition."""
+        answer = await self._worker.scheduler.shuffle_restrict_task(
+            id=self._shuffle_id, run_id=self._run_id, key=key, worker=owner
+        )
+        if answer["status"] == "error":
+            _, error, traceback = clean_exception(**answer)
+            assert error is not None
+            raise error.with_traceback(traceback)
+        raise Reschedule()
+
+    async def start_over(self, error: Exception) -> NoReturn:
+        """Ask for a new run of the whole shuffle: this one cannot return an output.
+
+        A released output is wanted again if the worker that held a result of it died, or if a later
+        graph reads the same shuffle.
+        """
+        logger.warning("shuffle %s starts over: %s", self._shuffle_id, error)
+        try:
+            await self.end_inputs(consistent=False)
+        except (KeyError, ValueError):
+            # The scheduler has already given up this run, or started a newer one.
+            logger.info("shuffle %s [%s] is over", self._shuffle_id, self._run_id)
+        else:
+            if not await self.is_stale():
+                # The scheduler kept this run, so another attempt would fail too.
+                raise error
+        raise Reschedule()
