@@ -1,7 +1,8 @@
 """Seconds that `doctor`, `status` and `topology` take on a cluster of many workers that speaks TLS.
 
 The scheduler has a process of its own, and so have fifty workers each. Each command runs as a user
-runs it: a new process, from its start to its end.
+runs it: a new process, from its start to its end. Last come the bytes and seconds of the reports of
+1,000 workers (`benchmarks.thousand_reports`).
 
     python -m benchmarks.commands --workers 200 --repeats 5
 """
@@ -25,6 +26,7 @@ from distributed.security import Security
 
 import dask_gpurt
 from benchmarks.harness import arguments, write_json
+from benchmarks.thousand_reports import rows_of_reports
 
 #: Longest median that is wanted.
 TARGET_S = 3.0
@@ -129,7 +131,8 @@ def main() -> None:
             median_s = statistics.median(seconds)
             rows.append({"command": command, "workers": options.workers, "seconds": seconds})
             print(f"{command:10} {median_s:5.2f} s (at most {TARGET_S:g})", flush=True)
-    write_json(options.json, [], commands=rows)
+    logging.disable(logging.WARNING)
+    write_json(options.json, [], commands=rows, reports=rows_of_reports(options.repeats))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def status(client: Client) -> Any:
             Number of ``workers`` that left, and their ``totals``.
         ``shuffles`` : list of dict
             The last runs on the runtime, each with rows, bytes, seconds by phase, busiest link,
-            skew and hot partitions. See `dask_gpurt.shuffle.figures.summarised`.
+            skew and hot partitions. See `dask_gpurt.shuffle.figures.RunSum.summary`.
 
     Raises
     ------

@@ -261,19 +261,21 @@ def _link_remedy(why: str) -> str:
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
     """Return the transports between workers, and why faster ones were not used."""
-    links = [
-        link for report in found["workers"].values() if report for link in report["links"].values()
-    ]
-    if not links:
+    groups = [one for report in found["workers"].values() if report for one in report["paths"]]
+    if not groups:
         return _available_transports(found)
     findings = []
     for name, text in _PATHS.items():
-        taken = [link for link in links if link["path"] == name]
+        taken = [one for one in groups if one["path"] == name]
         if not taken:
             continue
-        pairs = "1 pair" if len(taken) == 1 else f"{len(taken)} pairs"
+        n_pairs = sum(one["peers"] for one in taken)
+        pairs = "1 pair" if n_pairs == 1 else f"{n_pairs} pairs"
         findings.append(Finding("ok", "links", f"{pairs} of workers exchange {text}"))
-        reasons = Counter(reason for link in taken for reason in link["why_not"].items())
+        reasons: Counter[tuple[str, str]] = Counter()
+        for one in taken:
+            for reason in one["why_not"].items():
+                reasons[reason] += one["peers"]
         for (better, why), count in reasons.most_common():
             text = f"{count} of them not {_PATHS[better]}: {why}"
             findings.append(Finding("note", "links", text, _link_remedy(why)))

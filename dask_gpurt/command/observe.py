@@ -1,7 +1,8 @@
 """Recorder of the runtime's counters while a script runs.
 
 This module is a client preload that `dask_gpurt.command.run` lists for one process. Every client of
-the process is read at its start, every half second, and once more before it or its cluster closes.
+the process is read at its start, about every half second, and once more before it or its cluster
+closes. The readings in between ask no worker: the scheduler knows counters from heartbeats.
 Other processes, such as workers that inherit the list, have no recorder, and nothing happens there.
 
 It reads `dask_gpurt.status`; `dask_gpurt.command.run_report` formats the result.
@@ -14,7 +15,6 @@ import asyncio
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 
-import dask_gpurt
 from dask_gpurt import config, metrics
 
 if TYPE_CHECKING:
@@ -31,10 +30,12 @@ if TYPE_CHECKING:
 
 PRELOAD = "dask_gpurt.command.observe"
 
-#: How often a cluster is read while the script runs.
+#: Least interval between readings of a cluster while the script runs. A scheduler with many workers
+#: asks for longer ones, up to a limit.
 INTERVAL_S = 0.5
 #: Least time between two readings, as a multiple of the time that the last one took.
 LEAST_REST = 4.0
+MAX_INTERVAL_S = 30.0
 #: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
 #: stuck worker does not hide the counts of the others. A late reading is dropped.
 READ_TIMEOUT_S = 8.0
@@ -73,7 +74,7 @@ class ClusterRecord:
         self.not_ready.update(status.get("not_ready", {}))
         counted = {name: status["totals"].get(name, 0) for name in metrics.MEANING}
         self.totals_of[activation] |= Counter(counted)
-        self.workers |= {worker for worker, report in status["workers"].items() if report}
+        self.workers |= set(status["ready"])
 
     @property
     def runs(self) -> Counter[str]:
@@ -156,16 +157,22 @@ class Recorder:
         self._lock = threading.Lock()
         self._clients = weakref.WeakSet()
 
-    async def read(self, client: Client, before: ClusterRecord | None = None) -> None:
-        """Read the current status of a client's cluster. Does nothing if it does not answer."""
+    async def read(
+        self, client: Client, before: ClusterRecord | None = None, *, ask_workers: bool = True
+    ) -> float:
+        """Read the status of a client's cluster; return for how many seconds to wait at least.
+
+        Does nothing if the cluster does not answer. Without asking workers, counters are as of
+        their last heartbeats.
+        """
         try:
             # Imported here, because it loads all of distributed.
-            from dask_gpurt.plugins.activation import scheduler_differs
+            from dask_gpurt.plugins.activation import read_status, scheduler_differs
             from dask_gpurt.plugins.dashboard.gathering import count_tasks
 
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
-                status = await dask_gpurt.status(client)
+                status = await read_status(client, ask_workers=ask_workers)
                 tasks = None
                 if self._with_tasks and await scheduler_differs(client) is None:
                     tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
@@ -173,7 +180,7 @@ class Recorder:
                     )
         except Exception:
             # Observation must never make a script fail.
-            return
+            return INTERVAL_S
         with self._lock:
             record = self._records[address]
             record.absorb(status)
@@ -181,17 +188,17 @@ class Recorder:
                 before.absorb(status)
             if tasks is not None:
                 record.tasks_done, record.tasks_total = tasks
+        rest_s: float = status["rest_s"]
+        return min(max(INTERVAL_S, rest_s), MAX_INTERVAL_S)
 
     async def _poll(self, find: weakref.ref[Client]) -> None:
-        took_s = 0.0
+        rest_s = INTERVAL_S
         while True:
-            await asyncio.sleep(pause_s(took_s))
+            await asyncio.sleep(rest_s)
             client = find()
             if client is None or client not in self._clients:
                 return
-            began_s = time.monotonic()
-            await self.read(client)
-            took_s = time.monotonic() - began_s
+            rest_s = await self.read(client, ask_workers=False)
             del client
 
     def clients_of(self, cluster: Any) -> list[Client]:

@@ -242,7 +242,7 @@ def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) 
         counters = report["counters"]
         return address, (
             f"{report['version']}, {format_bytes(counters['sent_nbytes'])} sent, "
-            f"{format_bytes(counters['spilled_nbytes'])} spilled{_paths(report['links'])}"
+            f"{format_bytes(counters['spilled_nbytes'])} spilled{_paths(report['paths'])}"
         )
     if address in found.get("silent", ()):
         return address, "does not answer"
@@ -250,9 +250,11 @@ def _worker(address: str, report: dict[str, Any] | None, found: dict[str, Any]) 
     return address, not_ready.get(address, "no report" if found["active"] else "not active")
 
 
-def _paths(links: dict[str, Any]) -> str:
+def _paths(paths: list[dict[str, Any]]) -> str:
     """Return the number of peers by transport."""
-    counted = Counter(link["path"] for link in links.values())
+    counted: Counter[str] = Counter()
+    for one in paths:
+        counted[one["path"]] += one["peers"]
     return "".join(f", {times} by {path}" for path, times in sorted(counted.items()))
 
 

@@ -21,7 +21,6 @@ from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.worker import NAME
-from dask_gpurt.shuffle import figures
 from dask_gpurt.topology import description
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
         text, name = settings.topology.text, settings.topology.file or "topology"
         await asyncio.to_thread(description.parse, text, name)
     problem = await scheduler_differs(client)
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if problem is not None:
         rest = "Settings are unchanged" if status["active"] else "Stock Dask runs"
         raise ActivationError(f"{problem}. {rest}.")
@@ -94,7 +93,7 @@ async def _register(client: Client, settings: config.Settings) -> None:
         ) from error
     except ActivationError as error:
         raise ActivationError(f"{error}. Stock Dask runs.") from None
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"{status['reason']}; stock Dask runs")
 
@@ -133,7 +132,7 @@ def enable(client: Client) -> Any:
 
 async def _disable(client: Client) -> None:
     p2p.allow_work(client)
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if status["active"]:
         await _scheduler(client).gpurt_disable()
 
@@ -166,7 +165,8 @@ async def _scheduler_status(client: Client, ask_workers: bool) -> dict[str, Any]
     return status
 
 
-async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
+async def read_status(client: Client, *, ask_workers: bool) -> dict[str, Any]:
+    """Return the status of a cluster; without asking workers, as of their last heartbeats."""
     status = await _scheduler_status(client, ask_workers)
     if status is None:
         status = {
@@ -178,24 +178,29 @@ async def _status(client: Client, ask_workers: bool = True) -> dict[str, Any]:
             "placement": None,
             "topology": None,
             "departed": {"workers": 0, "totals": metrics.total([])},
+            "totals": metrics.total([]),
+            "shuffles": [],
             "workers": dict.fromkeys(await _scheduler(client).ncores()),
+            "ready": [],
             "not_ready": {},
             "silent": [],
+            "rest_s": 0.0,
         }
-    reports = {worker: report for worker, report in status["workers"].items() if report}
-    if "totals" not in status:
-        status["totals"] = metrics.total(report["counters"] for report in reports.values())
-    runs = {worker: [*report["runs"]] for worker, report in reports.items()}
-    for worker, kept in status.pop("kept_runs", {}).items():
-        runs.setdefault(worker, []).extend(kept)
-    status["shuffles"] = figures.summarised(runs)
+    # Messages have tuples in place of lists.
+    status["shuffles"] = [
+        {**one, "fullest": [*one["fullest"]], "hot": [*one["hot"]]} for one in status["shuffles"]
+    ]
     status["totals"]["shuffles_gpurt"] = status["runs"]["gpurt"]
     status["totals"]["shuffles_stock"] = status["runs"]["stock"]
     return RuntimeStatus(status)
 
 
+async def _full_status(client: Client) -> dict[str, Any]:
+    return await read_status(client, ask_workers=True)
+
+
 def status(client: Client) -> Any:
-    return _sync(client, _status)
+    return _sync(client, _full_status)
 
 
 async def overview(client: Client) -> dict[str, Any]:
@@ -203,7 +208,7 @@ async def overview(client: Client) -> dict[str, Any]:
 
     It costs much less than `status`: workers answer with summaries, and at most once a second.
     """
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"active": False, "reason": status["reason"]}
     found: dict[str, Any] = await _scheduler(client).gpurt_overview()
@@ -229,7 +234,7 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
     ActivationError
         The runtime is off on that cluster, so workers cannot be asked.
     """
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"dask_gpurt is off on that cluster: {status['reason']}")
     found: dict[str, Any] = await _scheduler(client).gpurt_topology(probe=probe)
@@ -238,7 +243,7 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
 
 async def _explain(client: Client, key: Any) -> dict[str, Any]:
     key = getattr(key, "key", key)
-    status = await _status(client, ask_workers=False)
+    status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
     answer: dict[str, Any] = await _scheduler(client).gpurt_explain(key=key)

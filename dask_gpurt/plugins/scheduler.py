@@ -36,7 +36,8 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
-from dask_gpurt.plugins.worker_counters import CounterReceiver, take
+from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, take
+from dask_gpurt.plugins.worker_report import most_entries
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -49,6 +50,8 @@ JOIN_TIMEOUT_S = 10.0
 ANSWER_DEADLINE_S = 5.0
 #: Share of the scheduler's time for telling workers when their values are needed next.
 NEXT_USES_SHARE = 0.1
+#: Share of the scheduler's time for programs that ask for its status again and again.
+POLLS_SHARE = 0.02
 #: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
 
@@ -121,7 +124,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.runs: Counter[str] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         self._sketches: OrderedDict[str, list[int]] = OrderedDict()
-        self._pace = Pace(NEXT_USES_SHARE)
+        self._pace, self._polls = Pace(NEXT_USES_SHARE), Pace(POLLS_SHARE)
         #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
@@ -140,7 +143,7 @@ class GpurtScheduler(SchedulerPlugin):
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._start_placement()
-        gatherer = Gatherer(scheduler, self.status, self.ready)
+        gatherer = Gatherer(scheduler, self.status, self.ready, self.tally)
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_configure": self.configure,
             "gpurt_counted": self.counted,
@@ -165,9 +168,8 @@ class GpurtScheduler(SchedulerPlugin):
         # that join or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
-        telling = scheduler.register_worker_plugin(
-            None, self._bootstrap(), name=NAME, idempotent=False
-        )
+        plugin = self._bootstrap()
+        telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
         self._registering_workers = asyncio.ensure_future(telling)
         # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
         # and runs wait for it no longer than for others.
@@ -263,7 +265,7 @@ class GpurtScheduler(SchedulerPlugin):
             ANSWER_DEADLINE_S,
             key=key,
         )
-        return answers._replace(received=_reports_in(answers))
+        return answers._replace(received=answers.reports())
 
     async def disable(self) -> None:
         """Handler: restore stock behaviour. Runs in progress finish on our data plane."""
@@ -448,18 +450,21 @@ class GpurtScheduler(SchedulerPlugin):
         return what, None
 
     async def status(self, reports: bool = True) -> dict[str, Any]:
-        """Handler: return activity, fallbacks with reasons, and each worker's report."""
+        """Handler: return activity, fallbacks with reasons, and each worker's report.
+
+        Without reports, counters are as of the last heartbeats, and a program that asks again
+        should wait for `rest_s` seconds.
+        """
         request_checks.flag("reports", reports)
         # A client that connects during activation must not activate again.
         await self._opened.wait()
         asked = sorted(self.ready) if reports and self.is_active else []
-        answers = await ask(self.scheduler, "gpurt_report", asked, ANSWER_DEADLINE_S)
-        understood = _reports_in(answers)
-        for worker, report in understood.items():
-            if (known := self.scheduler.workers.get(worker)) is not None:
-                take(self.tally, known.server_id, report)
-        workers = {**dict.fromkeys(self.scheduler.workers), **understood}
-        return {
+        most = most_entries(len(asked))
+        answers = await ask(self.scheduler, "gpurt_report", asked, ANSWER_DEADLINE_S, most=most)
+        began = monotonic()
+        workers = dict.fromkeys(self.scheduler.workers)
+        workers |= counted_reports(self.scheduler, self.tally, answers.reports())
+        found = {
             "active": self.is_active,
             "activation": self.activation,
             "reason": self.inactive_reason,
@@ -469,23 +474,20 @@ class GpurtScheduler(SchedulerPlugin):
             "strict": self.settings.strict,
             "runs": {"gpurt": self.runs["gpurt"], "stock": self.runs["stock"]},
             "fallbacks": [
-                {"what": what, "why": why, "count": count}
-                for (what, why), count in self.fallbacks.items()
+                {"what": what, "why": why, "count": n} for (what, why), n in self.fallbacks.items()
             ],
             "placement": None if self.placement is None else self.placement.summary(),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
             "departed": self.tally.departed(),
-            "kept_runs": self.tally.runs_without(understood),
+            "shuffles": self.tally.shuffles(),
+            "ready": sorted(self.ready),
             "workers": workers,
             "not_ready": dict(self.not_ready),
             "silent": answers.silent,
         }
-
-
-def _reports_in(answers: Answers) -> dict[str, Any]:
-    """Return the answers that are reports, without errors."""
-    return {one: answer for one, answer in answers.received.items() if isinstance(answer, dict)}
+        now = monotonic()
+        return {**found, "rest_s": 0.0 if reports else self._polls.rest_s(now - began, now)}
 
 
 def _log_failure(telling: asyncio.Future[Any]) -> None:

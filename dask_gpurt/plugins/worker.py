@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Set
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import dask_gpurt
@@ -44,10 +42,10 @@ from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.plugins.worker_counters import CounterSender
+from dask_gpurt.plugins.worker_report import RunReports, limited
 from dask_gpurt.shuffle.budget import Budget
 from dask_gpurt.shuffle.credits import RecentSenders
 from dask_gpurt.shuffle.shards import ShardStore
-from dask_gpurt.shuffle.tally import MAX_RUNS, brief
 from dask_gpurt.transport.sending.send_budget import SendBudget
 
 if TYPE_CHECKING:
@@ -104,9 +102,7 @@ class WorkerRuntime:
         self._runs: set[RunLike] = set()
         #: Counters at the time the runtime was last switched on here.
         self._counted_before: dict[str, int] = {}
-        self._past_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
-        #: Reports of ended runs that the scheduler has not received yet.
-        self._untold_runs: deque[dict[str, Any]] = deque(maxlen=MAX_RUNS)
+        self.run_reports = RunReports()
         self._choosers: dict[tuple[Mode, Set[int]], Chooser] = {}
         self._lanes: ShuffleLanes | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -224,8 +220,7 @@ class WorkerRuntime:
         `IDLE_S` after the last run, idle memory is released.
         """
         self._runs.discard(run)
-        self._past_runs.append(report)
-        self._untold_runs.append(report)
+        self.run_reports.ended(report)
         if not self._runs:
             if self.is_attached:
                 self._idle_timer = event_loop(self._worker).call_later(IDLE_S, self.cool_down)
@@ -238,8 +233,7 @@ class WorkerRuntime:
         """Start a new count: the runtime is switched on. Runs on the event loop."""
         self.is_attached = True
         self._counted_before = self.counters.snapshot()
-        self._past_runs.clear()
-        self._untold_runs.clear()
+        self.run_reports.clear()
 
     def detach(self) -> None:
         """Release what is kept for later runs: the runtime is detached. Runs on the event loop."""
@@ -314,35 +308,33 @@ class WorkerRuntime:
         return since(self._counted_before, self.counters.snapshot())
 
     def heartbeat_data(self) -> dict[str, Any]:
-        """Return the counters, and the runs that ended since the last call. On the event loop."""
-        runs = [brief(run) for run in self._untold_runs]
-        self._untold_runs.clear()
-        return {"counters": self.counted(), "runs": runs}
+        """Return the counters, and the runs that ended lately. Runs on the event loop."""
+        return {"counters": self.counted(), "runs": self.run_reports.for_heartbeat()}
 
     def final_counters(self) -> dict[str, Any]:
         """Return the counters, and all runs known here. Runs on the event loop."""
-        runs = [*self._past_runs, *self.reports_of_open_runs()]
-        return {"counters": self.counted(), "runs": [brief(run) for run in runs]}
+        runs, still_open = self.run_reports.past(), self.reports_of_open_runs()
+        return {"counters": self.counted(), "runs": runs, "open_runs": still_open}
 
     def reports_of_open_runs(self, most: int | None = None) -> list[dict[str, Any]]:
-        return [run.report() for run in islice(self._runs, most)]
-
-    def reports_of_ended_runs(self, most: int) -> list[dict[str, Any]]:
-        return [*self._past_runs][-most:]
+        """Return the reports of runs that have not ended here, the newest first."""
+        newest = sorted(self._runs, key=lambda run: -run.run_id)
+        return [run.report() for run in newest[:most]]
 
     def codec_decisions(self) -> list[CodecDecision]:
         """Return all valid decisions on codecs with their numbers."""
         return [one for chooser in self._choosers.values() for one in chooser.explain()]
 
-    def report(self) -> dict[str, Any]:
+    def report(self, most: int) -> dict[str, Any]:
+        """Return the state of the runtime here, with at most so many entries of each kind."""
         return {
             "version": dask_gpurt.__version__,
             "counters": self.counted(),
             "lanes": self._overlap(),
-            "links": self.links.report(),
+            **limited(self.links.report(), self.codec_decisions(), most),
             "lacks": self.links.lacks(),
-            "codecs": [decision.to_plain() for decision in self.codec_decisions()],
-            "runs": [*self._past_runs, *self.reports_of_open_runs()],
+            "runs": self.run_reports.unsure()[-most:],
+            "open_runs": self.reports_of_open_runs(most),
         }
 
 
@@ -423,10 +415,11 @@ class Attachment:
         # Last, when everything that the runtime needs is imported.
         self._gc_freeze = GcFreeze(worker)
 
-    async def gpurt_report(self) -> dict[str, Any]:
-        """Handler: return the state of the runtime here."""
+    async def gpurt_report(self, most: int) -> dict[str, Any]:
+        """Handler: return the state of the runtime here, with so many entries of each kind."""
+        report = self.state.report(request_checks.count("most", most))
         memory = await self._memory.report() if self._memory is not None else None
-        return {**self.state.report(), "memory": memory, "unmanaged": self._unmanaged_reason}
+        return {**report, "memory": memory, "unmanaged": self._unmanaged_reason}
 
     async def gpurt_explain(self, key: Any) -> dict[str, Any] | None:
         """Handler: return how the output of a task is stored here."""

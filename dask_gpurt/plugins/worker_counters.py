@@ -56,6 +56,18 @@ def take(tally: Tally, worker: str, said: Any) -> None:
         logger.debug("worker %s: %s", worker, error)
 
 
+def counted_reports(scheduler: Scheduler, tally: Tally, reports: dict[str, Any]) -> dict[str, Any]:
+    """Record the counters and runs in workers' reports; return the reports without the runs."""
+    for address, report in reports.items():
+        if (known := scheduler.workers.get(address)) is not None:
+            take(tally, known.server_id, report)
+    runs = ("runs", "open_runs")
+    return {
+        address: {name: value for name, value in report.items() if name not in runs}
+        for address, report in reports.items()
+    }
+
+
 class CounterSender:
     """The worker's extension, while the runtime is on."""
 

@@ -1,13 +1,15 @@
 """Statistics of one shuffle run: rows, bytes, seconds and skew, per worker and in total.
 
-`RunFigures` collects them on a worker during the run. `summarised` merges the snapshots of all
-workers into one entry for each run. This module reads no clock: the caller measures each phase.
+`RunFigures` collects them on a worker during the run. `RunSum` adds up the snapshots of all workers
+and keeps none of them, so its size does not grow with their number. This module reads no clock: the
+caller measures each phase.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dask_gpurt.shuffle.balance import TOLERATED
@@ -68,7 +70,9 @@ class RunFigures:
             link[1] += seconds
 
     def snapshot(self, rows_of_partition: Mapping[Any, int]) -> dict[str, Any]:
-        """Return the statistics as plain values.
+        """Return the statistics as plain values, with the busiest link alone.
+
+        A summary over workers needs no other link. All links of 1,000 workers would be megabytes.
 
         Parameters
         ----------
@@ -77,97 +81,102 @@ class RunFigures:
         """
         fullest = sorted(rows_of_partition.items(), key=lambda item: -item[1])[:N_FULLEST]
         with self._lock:
+            busiest = sorted(self._links, key=lambda peer: -self._links[peer][0])[:1]
             return {
                 **self._about,
                 **self._counts,
                 "seconds": dict(self._seconds),
-                "links": {peer: tuple(link) for peer, link in self._links.items()},
+                "links": {peer: tuple(self._links[peer]) for peer in busiest},
                 "rows_owned": sum(rows_of_partition.values()),
                 "n_owned": len(rows_of_partition),
                 "fullest": [(str(partition), rows) for partition, rows in fullest],
             }
 
 
-def summarised(reports: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one entry for each run, merged from the snapshots of all workers; oldest first.
+class RunSum:
+    """Statistics of one run, added up over workers.
 
-    Returns
-    -------
-    list of dict
-        `rows`; `nbytes` (sent to an owner, local ones included); `sent_nbytes`; `raw_nbytes` (the
-        part of these that had to leave its host); `wire_nbytes` (bytes sent for that part);
-        `seconds` by phase, summed over workers; `busiest_link` (from, to, bytes of shards,
-        seconds); `skew` (rows of the most loaded worker over the mean); `fullest` partitions with
-        their rows; `hot` ones of these, which alone load a worker beyond what the assignment of
-        owners tolerates; and `mean_rows` of a partition. Chunks of arrays are never hot.
+    Parameters
+    ----------
+    first
+        A snapshot of the run, of any worker. It is not counted yet.
     """
-    runs: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
-    for worker, snapshots in reports.items():
-        for one in snapshots:
-            runs.setdefault((one["id"], one["run"]), {})[worker] = one
-    found = [_summary(of_worker) for of_worker in runs.values()]
-    return sorted(found, key=lambda one: (one["began_s"], one["run"]))
 
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self._about = {name: first[name] for name in ("id", "run", "kind")}
+        self._began_s: float = first["began_s"]
+        self._totals = dict.fromkeys(_TOTALS, 0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._busiest_link: tuple[str, str, int, float] | None = None
+        #: Workers that own partitions: the rows of all, their number, and the rows of the fullest.
+        self._rows, self._n_owners, self._most_rows = 0, 0, 0
+        #: The fullest partitions, their rows, and all rows of their owners.
+        self._fullest: list[tuple[str, int, int]] = []
 
-def _summary(of_worker: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    snapshots = list(of_worker.values())
-    total: dict[str, Any] = {name: sum(one[name] for one in snapshots) for name in _TOTALS}
-    fullest = sorted(
-        (entry for one in snapshots for entry in one["fullest"]), key=lambda entry: -entry[1]
-    )
-    named = [tuple(entry) for entry in fullest[:N_FULLEST]]
-    mean_rows = sum(_rows_of_owners(snapshots)) / max(total["n_owned"], 1)
-    overloaded = _overloaded(snapshots)
-    # If all partitions are about equally full, their number makes the skew, and none is hot.
-    hot = [entry for entry in named if entry in overloaded and entry[1] > TOLERATED * mean_rows]
-    return {
-        "id": snapshots[0]["id"],
-        "run": snapshots[0]["run"],
-        "kind": snapshots[0]["kind"],
-        "began_s": min(one["began_s"] for one in snapshots),
-        "rows": total["rows_in"],
-        "nbytes": total["local_nbytes"] + total["sent_nbytes"],
-        "sent_nbytes": total["sent_nbytes"],
-        "raw_nbytes": total["raw_nbytes"],
-        "wire_nbytes": total["wire_nbytes"],
-        "messages": total["messages"],
-        "seconds": {phase: sum(one["seconds"][phase] for one in snapshots) for phase in PHASES},
-        "busiest_link": _busiest_link(of_worker),
-        "skew": _skew(snapshots),
-        "fullest": named,
-        "hot": hot,
-        "mean_rows": mean_rows,
-    }
+    def add(self, worker: str, snapshot: Mapping[str, Any]) -> None:
+        """Count the snapshot of a worker, by its address. Each worker counts once."""
+        self._began_s = min(self._began_s, snapshot["began_s"])
+        for name in _TOTALS:
+            self._totals[name] += snapshot[name]
+        for phase in PHASES:
+            self._seconds[phase] += snapshot["seconds"][phase]
+        for peer, (nbytes, seconds) in snapshot["links"].items():
+            if self._busiest_link is None or nbytes > self._busiest_link[2]:
+                self._busiest_link = (worker, peer, int(nbytes), seconds)
+        rows = snapshot["rows_owned"]
+        if snapshot["n_owned"]:
+            self._rows += rows
+            self._n_owners += 1
+            self._most_rows = max(self._most_rows, rows)
+        owned = [(partition, n, rows) for partition, n in snapshot["fullest"]]
+        self._fullest = sorted([*self._fullest, *owned], key=lambda one: -one[1])[:N_FULLEST]
 
+    def summary(self, more: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> dict[str, Any]:
+        """Return the sums as plain values.
 
-def _rows_of_owners(snapshots: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the rows of each worker that owns partitions."""
-    return [one["rows_owned"] for one in snapshots if one["n_owned"]]
+        Parameters
+        ----------
+        more
+            Addresses of further workers, with their snapshots. This object does not keep them.
 
-
-def _skew(snapshots: Iterable[Mapping[str, Any]]) -> float:
-    rows = _rows_of_owners(snapshots)
-    return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
-
-
-def _overloaded(snapshots: Sequence[Mapping[str, Any]]) -> set[tuple[Any, ...]]:
-    """Return the fullest partitions of workers with more rows than tolerated."""
-    rows = _rows_of_owners(snapshots)
-    limit = TOLERATED * sum(rows) / max(len(rows), 1)
-    return {
-        tuple(entry)
-        for one in snapshots
-        if one["rows_owned"] > limit and one["kind"] != ARRAY
-        for entry in one["fullest"]
-    }
-
-
-def _busiest_link(
-    of_worker: Mapping[str, Mapping[str, Any]],
-) -> tuple[str, str, int, float] | None:
-    links = [
-        (worker, peer, int(nbytes), seconds)
-        for worker, one in of_worker.items()
-        for peer, (nbytes, seconds) in one["links"].items()
-    ]
-    return max(links, key=lambda link: link[2], default=None)
+        Returns
+        -------
+        dict
+            `rows`; `nbytes` (sent to an owner, local ones included); `sent_nbytes`; `raw_nbytes`
+            (the part of these that had to leave its host); `wire_nbytes` (bytes sent for that
+            part); `seconds` by phase, summed over workers; `busiest_link` (from, to, bytes of
+            shards, seconds); `skew` (rows of the most loaded worker over the mean); `fullest`
+            partitions with their rows; `hot` ones of these, which alone load a worker beyond what
+            the assignment of owners tolerates; and `mean_rows` of a partition. Chunks of arrays are
+            never hot.
+        """
+        if more:
+            whole = copy.deepcopy(self)
+            for worker, snapshot in more:
+                whole.add(worker, snapshot)
+            return whole.summary()
+        total = self._totals
+        mean_rows = self._rows / max(total["n_owned"], 1)
+        limit = TOLERATED * self._rows / max(self._n_owners, 1)
+        return {
+            **self._about,
+            "began_s": self._began_s,
+            "rows": total["rows_in"],
+            "nbytes": total["local_nbytes"] + total["sent_nbytes"],
+            "sent_nbytes": total["sent_nbytes"],
+            "raw_nbytes": total["raw_nbytes"],
+            "wire_nbytes": total["wire_nbytes"],
+            "messages": total["messages"],
+            "seconds": dict(self._seconds),
+            "busiest_link": self._busiest_link,
+            "skew": self._most_rows * self._n_owners / self._rows if self._rows else 1.0,
+            "fullest": [(partition, rows) for partition, rows, _ in self._fullest],
+            # If all partitions are about equally full, their number makes the skew; none is hot.
+            "hot": [
+                (partition, rows)
+                for partition, rows, of_owner in self._fullest
+                if of_owner > limit and rows > TOLERATED * mean_rows
+                if self._about["kind"] != ARRAY
+            ],
+            "mean_rows": mean_rows,
+        }

@@ -1,23 +1,26 @@
-"""Counters and run snapshots of all workers, kept in one place beyond the workers' lifetimes.
+"""Counters and runs of all workers, added up in one place beyond the workers' lifetimes.
 
-Each worker repeatedly sends the totals it has counted so far, and a snapshot of each run that
-ended. Only the latest totals of a worker count, so nothing counts twice. The size of a tally is
-bounded, and it validates what workers send. No clock, no event loop, nothing of Dask.
+Each worker repeatedly sends the totals it has counted so far, snapshots of its runs that ended, and
+snapshots of open runs. Only the latest totals of a worker count, and one snapshot of each run, so
+nothing counts twice. Snapshots of ended runs are added up at once: 1,000 workers with 32 runs would
+have 32,000 of them. The size of a tally is bounded, and it validates what workers send. No clock,
+no event loop, nothing of Dask.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from dask_gpurt import metrics
-from dask_gpurt.shuffle.figures import N_FULLEST, PHASES
+from dask_gpurt.shuffle.figures import N_FULLEST, PHASES, RunSum
 
 #: Number of runs kept; the newest win.
 MAX_RUNS = 32
-#: Number of run snapshots kept, over all runs and workers.
-MAX_SNAPSHOTS = 4096
+#: Number of pairs of a run and a worker that are kept.
+MAX_SNAPSHOTS = 32_768
 #: Number of departed workers whose late messages still count. Older ones are folded into a sum.
 MAX_DEPARTED = 256
 #: Maximum length of a name or an address.
@@ -26,10 +29,19 @@ MAX_TEXT = 256
 _RUN_COUNTS = ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages")
 
 
-def brief(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a snapshot with its busiest link alone; a summary needs no other link."""
-    links = sorted(run["links"].items(), key=lambda link: -link[1][0])[:1]
-    return {**run, "links": dict(links)}
+class _KeptRun:
+    """One run over all workers, by worker id."""
+
+    def __init__(self, total: RunSum) -> None:
+        self.total = total
+        #: Workers whose last snapshot is in the total.
+        self.ended: set[str] = set()
+        #: Snapshots of workers where the run is open, or was open when they left.
+        self.open: dict[str, dict[str, Any]] = {}
+
+    @property
+    def n_snapshots(self) -> int:
+        return len(self.ended) + len(self.open)
 
 
 class Tally:
@@ -42,8 +54,10 @@ class Tally:
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._n_folded = 0
         self._folded = metrics.total([])
-        self._runs: OrderedDict[tuple[str, int], dict[str, dict[str, Any]]] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, int], _KeptRun] = OrderedDict()
         self._n_snapshots = 0
+        #: Highest number of a run that was dropped. distributed's numbers only grow.
+        self._last_dropped = -1
 
     def begin(self, worker: str, address: str) -> None:
         """Register a worker that is ready; its messages count from now on."""
@@ -69,25 +83,59 @@ class Tally:
         ValueError
             The message is malformed; nothing has changed.
         """
-        if not isinstance(worker, str) or worker not in self._counters:
-            return  # never ready, or departed long ago
-        if not isinstance(said, Mapping) or not isinstance(said.get("runs"), (list, tuple)):
+        if not self._is_known(worker):
+            return
+        if not isinstance(said, Mapping):
             raise ValueError("malformed message of counters")
         counters = _checked_counts(said.get("counters"), metrics.MEANING)
-        runs = [_checked_run(run) for run in said["runs"][-MAX_RUNS:]]
+        self.take_runs(worker, said.get("runs"), said.get("open_runs", ()))
         # Counters only grow, and messages may overtake each other.
         last = self._counters[worker]
         self._counters[worker] = {n: max(count, last.get(n, 0)) for n, count in counters.items()}
-        for run in runs:
-            self._keep(worker, run)
 
-    def _keep(self, worker: str, run: dict[str, Any]) -> None:
-        of_worker = self._runs.setdefault((run["id"], run["run"]), {})
-        self._n_snapshots += worker not in of_worker
-        of_worker[worker] = run
+    def take_runs(self, worker: str, ended: Any, still_open: Any) -> None:
+        """Record a worker's snapshots of runs that ended there, and of runs that did not.
+
+        Raises
+        ------
+        ValueError
+            A snapshot is malformed; nothing has changed.
+        """
+        if not self._is_known(worker):
+            return
+        checked = [_checked_runs(ended), _checked_runs(still_open)]
+        for runs, is_open in zip(checked, (False, True), strict=True):
+            for run in runs:
+                self._keep(worker, run, is_open)
+
+    def _is_known(self, worker: str) -> bool:
+        # Others were never ready, or departed long ago.
+        return isinstance(worker, str) and worker in self._counters
+
+    def _keep(self, worker: str, run: dict[str, Any], is_open: bool) -> None:
+        key = (run["id"], run["run"])
+        kept = self._runs.get(key)
+        if kept is None:
+            if run["run"] <= self._last_dropped:
+                return  # it would come back without the snapshots of the others
+            kept = self._runs[key] = _KeptRun(RunSum(run))
+        if worker in kept.ended:
+            return  # told before
+        self._n_snapshots -= kept.n_snapshots
+        if is_open:
+            kept.open[worker] = run
+        else:
+            kept.open.pop(worker, None)
+            kept.ended.add(worker)
+            kept.total.add(self._address(worker), run)
+        self._n_snapshots += kept.n_snapshots
         while len(self._runs) > MAX_RUNS or self._n_snapshots > MAX_SNAPSHOTS:
-            _, oldest = self._runs.popitem(last=False)
-            self._n_snapshots -= len(oldest)
+            (_, number), oldest = self._runs.popitem(last=False)
+            self._n_snapshots -= oldest.n_snapshots
+            self._last_dropped = max(self._last_dropped, number)
+
+    def _address(self, worker: str) -> str:
+        return self._address_of.get(worker, worker)
 
     def totals(self) -> dict[str, int]:
         """Return the sum over all workers, departed ones included."""
@@ -101,19 +149,13 @@ class Tally:
         n_workers = self._n_folded + len(self._departed)
         return {"workers": n_workers, "totals": metrics.total([self._folded, *counters])}
 
-    def runs_without(self, addresses: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-        """Return run snapshots by worker address, without those of the workers listed.
-
-        The caller asks the listed workers directly.
-        """
-        asked = set(addresses)
-        found: dict[str, list[dict[str, Any]]] = {}
-        for of_worker in self._runs.values():
-            for worker, run in of_worker.items():
-                address = self._address_of.get(worker, worker)
-                if worker in self._departed or address not in asked:
-                    found.setdefault(address, []).append(run)
-        return found
+    def shuffles(self) -> list[dict[str, Any]]:
+        """Return a summary of each run over all workers (`RunSum.summary`), oldest first."""
+        found = [
+            kept.total.summary([(self._address(one), run) for one, run in kept.open.items()])
+            for kept in self._runs.values()
+        ]
+        return sorted(found, key=lambda one: (one["began_s"], one["run"]))
 
 
 def _checked_counts(said: Any, names: Iterable[str]) -> dict[str, int]:
@@ -135,9 +177,14 @@ def _checked_text(value: Any) -> str:
     return value
 
 
+def _checked_runs(said: Any) -> list[dict[str, Any]]:
+    if not isinstance(said, (list, tuple)):
+        raise ValueError("runs are not a list")
+    return [_checked_run(run) for run in said[-MAX_RUNS:]]
+
+
 def _checked_run(said: Any) -> dict[str, Any]:
     try:
-        links = brief(said)["links"].items()
         return {
             "id": _checked_text(said["id"]),
             "run": _checked_number(said["run"], int),
@@ -147,7 +194,7 @@ def _checked_run(said: Any) -> dict[str, Any]:
             "seconds": {p: _checked_number(said["seconds"].get(p, 0), float) for p in PHASES},
             "links": {
                 _checked_text(peer): (_checked_number(nbytes, int), _checked_number(s, float))
-                for peer, (nbytes, s) in links
+                for peer, (nbytes, s) in islice(said["links"].items(), 1)
             },
             "fullest": [
                 (_checked_text(partition), _checked_number(rows, int))

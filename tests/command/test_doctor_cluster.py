@@ -170,8 +170,8 @@ def test_versions_come_from_all_workers_that_answer_in_time(
     ],
 )
 def test_memory_that_is_not_shared_has_a_remedy(why: str, remedy: str) -> None:
-    links = {"tcp://b": {"path": "comm", "why_not": {"shared": why}}}
-    (_, note) = _links({"workers": {"tcp://a": {"links": links}}})
+    paths = [{"path": "comm", "why_not": {"shared": why}, "peers": 1}]
+    (_, note) = _links({"workers": {"tcp://a": {"paths": paths}}})
     assert note.text == f"1 of them not in shared memory: {why}"
     assert remedy in note.remedy
 
@@ -181,11 +181,11 @@ def test_every_problem_of_a_cluster_has_a_remedy() -> None:
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}
     problem = "worker tcp://b: dask-gpurt cannot be imported there; run `pip install dask-gpurt`"
     why = "there is no adapter for this kind of data"
-    links = {
-        "tcp://d": {"path": "shared", "why_not": {}},
-        "tcp://e": {"path": "comm", "why_not": {"shared": "not in view", "ucx": "without ucxx"}},
-        "tcp://f": {"path": "comm", "why_not": {"shared": "not in view", "ucx": "encrypted"}},
-    }
+    paths = [
+        {"path": "shared", "why_not": {}, "peers": 1},
+        {"path": "comm", "why_not": {"shared": "far", "ucx": "without ucxx"}, "peers": 2},
+        {"path": "comm", "why_not": {"shared": "far", "ucx": "encrypted"}, "peers": 1},
+    ]
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
@@ -195,7 +195,7 @@ def test_every_problem_of_a_cluster_has_a_remedy() -> None:
             "workers": {
                 "tcp://a": None,
                 "tcp://b": None,
-                "tcp://c": {"version": "0.0.1", "links": links, "memory": None, "unmanaged": "it"},
+                "tcp://c": {"version": "0.0.1", "paths": paths, "memory": None, "unmanaged": "it"},
             },
             "not_ready": {"tcp://b": problem},
             "fallbacks": [{"what": "shuffle of cudf", "why": why, "count": 2}],
@@ -220,9 +220,9 @@ def test_every_problem_of_a_cluster_has_a_remedy() -> None:
     said = [(one.text, one.remedy) for one in told if one.what == "links"]
     assert [text for text, _ in said] == [
         "1 pair of workers exchange in shared memory",
-        "2 pairs of workers exchange through Dask's own connections",
-        "2 of them not in shared memory: not in view",
-        "1 of them not over UCX: without ucxx",
+        "3 pairs of workers exchange through Dask's own connections",
+        "3 of them not in shared memory: far",
+        "2 of them not over UCX: without ucxx",
         "1 of them not over UCX: encrypted",
     ]
     assert [bool(remedy) for _, remedy in said] == [False, False, False, True, False]
@@ -248,7 +248,7 @@ def said_of(report: dict[str, Any], what: str) -> list[tuple[str, str, str]]:
         {
             "scheduler": "tcp://s",
             "active": True,
-            "workers": {"tcp://a": {"version": "0.0.1", "links": {}, "lacks": {}, **report}},
+            "workers": {"tcp://a": {"version": "0.0.1", "paths": [], "lacks": {}, **report}},
             "not_ready": {},
             "fallbacks": [],
             "versions": {"client": {}, "scheduler": {}, "workers": {}},

@@ -26,10 +26,10 @@ def a_status() -> dict[str, Any]:
     run |= {"busiest_link": link, "hot": [("7", 1_000_000)], "mean_rows": 100.0}
     counters = dict.fromkeys(MEANING, 123_456)
     lanes = {"entries": 3, "seconds": {"codec": 1.0}, "measured_s": 2.0, "efficiency": 0.5}
-    links = {"tcp://127.0.0.1:40002": {"path": "shared", "why_not": {}}}
+    paths = [{"path": "shared", "why_not": {}, "peers": 1}]
     level = {"name": "host", "used_nbytes": 5, "capacity_nbytes": 10**9, "is_blocked": False}
     memory = {"levels": [level], "io": {"disk-write-bytes": 7}, "waiting": 2, "device": None}
-    worker = {"version": "0.1.0", "counters": counters, "lanes": lanes, "links": links}
+    worker = {"version": "0.1.0", "counters": counters, "lanes": lanes, "paths": paths}
     why = "worker tcp://127.0.0.1:40003: dask-gpurt cannot be imported there; run pip install"
     return {
         "active": True,

@@ -6,6 +6,7 @@ import asyncio
 import io
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,15 @@ from dask_gpurt.command import observe, run_report
 from dask_gpurt.command.observe import ClusterRecord, CounterSnapshot, Recorder
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.metrics import MEANING
-from dask_gpurt.plugins import scheduler
+from dask_gpurt.plugins import activation, scheduler
+from dask_gpurt.plugins.activation import read_status
 from tests.conftest import Sides
 
 
 def status(sent: int, *workers: str, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"active": True, "reason": None, "runs": {"gpurt": 0, "stock": 0}}
     said = {"totals": {"sent_nbytes": sent, "shuffles_gpurt": 3}, "fallbacks": []}
-    return {**found, **said, "workers": {one: {"counters": {}} for one in workers}, **more}
+    return {**found, **said, "workers": dict.fromkeys(workers), "ready": [*workers], **more}
 
 
 def test_departed_workers_still_count() -> None:
@@ -40,8 +42,8 @@ def test_departed_workers_still_count() -> None:
 
 def test_counters_of_an_earlier_activation_still_count() -> None:
     record = ClusterRecord("tcp://s")
-    for activation, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
-        record.absorb(status(10 * n, activation=activation, runs={"gpurt": n, "stock": 0}))
+    for name, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):
+        record.absorb(status(10 * n, activation=name, runs={"gpurt": n, "stock": 0}))
     assert record.runs == {"gpurt": 3}
     assert record.totals == {"sent_nbytes": 30}
 
@@ -91,6 +93,40 @@ def test_only_work_after_the_start_is_counted(sides: Sides) -> None:
     assert now.runs["gpurt"] == 1
     assert now.tasks_total >= now.tasks_done > 0
     sides.enabled.sync(recorder.end, sides.enabled)
+
+
+@pytest.mark.cluster
+def test_readings_between_leave_the_workers_alone(sides: Sides) -> None:
+    """The scheduler counts from heartbeats, and says when a reading costs it much."""
+    recorder = Recorder(lambda: None, with_tasks=False)
+    client = sides.enabled
+    client.sync(recorder.begin, client)
+
+    async def poll(client: Client) -> tuple[float, dict[str, Any]]:
+        rest_s = await recorder.read(client, ask_workers=False)
+        return rest_s, await read_status(client, ask_workers=False)
+
+    rest_s, found = client.sync(poll, client)
+    assert observe.INTERVAL_S <= rest_s <= observe.MAX_INTERVAL_S
+    assert set(found["workers"].values()) == {None}
+    assert found["rest_s"] > 0
+    assert recorder.snapshot().clusters[0]["workers"] == len(found["ready"]) > 1
+    client.sync(recorder.end, client)
+
+
+@pytest.mark.parametrize(("asked_s", "rest_s"), [(0.0, 0.5), (7.0, 7.0), (1e6, 30.0)])
+def test_a_busy_scheduler_is_read_less_often(
+    monkeypatch: pytest.MonkeyPatch, asked_s: float, rest_s: float
+) -> None:
+    async def answer(client: Any, *, ask_workers: bool) -> dict[str, Any]:
+        assert not ask_workers
+        return {**status(1, "a"), "rest_s": asked_s}
+
+    monkeypatch.setattr(activation, "read_status", answer)
+    recorder = Recorder(lambda: None, with_tasks=False)
+    recorder._records["tcp://s"] = ClusterRecord("tcp://s")
+    client: Any = SimpleNamespace(scheduler=SimpleNamespace(address="tcp://s"))
+    assert asyncio.run(recorder.read(client, ask_workers=False)) == rest_s
 
 
 @pytest.mark.cluster

@@ -34,7 +34,7 @@ def runs_under_way(worker):
 
 def untold(worker):
     """Return the ended runs that no heartbeat has reported yet."""
-    return worker.extensions["gpurt"]._untold_runs
+    return worker.extensions["gpurt"].run_reports._untold
 
 
 async def shuffle(c):

@@ -282,7 +282,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
 async def test_closed_worker_is_not_kept_alive(s):
     """A process may start many workers in turn, and each has memory and an open file."""
     arguments = {
-        "gpurt_report": {},
+        "gpurt_report": {"most": 1},
         "gpurt_explain": {"key": "x"},
         "gpurt_glance": {"most_links": 1},
         "gpurt_machine": {},

@@ -6,11 +6,19 @@ import itertools
 
 import pytest
 
-from dask_gpurt.shuffle.figures import ARRAY, PHASES, RunFigures, summarised
+from dask_gpurt.shuffle.figures import ARRAY, PHASES, RunFigures, RunSum
 
 
 def figures(run=1, began_s=10.0):
     return RunFigures("abc", run, "pandas.DataFrame", began_s)
+
+
+def summarised(reports):
+    """Return the summary of one run from the snapshot of each worker."""
+    total = RunSum(next(iter(reports.values())))
+    for worker, snapshot in reports.items():
+        total.add(worker, snapshot)
+    return total.summary()
 
 
 def test_amounts_are_added_and_reported():
@@ -21,12 +29,13 @@ def test_amounts_are_added_and_reported():
     one.spent("partition", 0.25)
     one.sent("b", nbytes=1000, raw_nbytes=1000, wire_nbytes=400, seconds=2.0)
     one.sent("b", nbytes=1000, raw_nbytes=0, wire_nbytes=0, seconds=1.0)
+    one.sent("c", nbytes=1500, raw_nbytes=0, wire_nbytes=0, seconds=9.0)
     said = one.snapshot({0: 7, 1: 2})
     assert said["rows_in"] == 15
     assert said["local_nbytes"] == 100
-    assert (said["sent_nbytes"], said["messages"]) == (2000, 2)
+    assert (said["sent_nbytes"], said["messages"]) == (3500, 3)
     assert (said["raw_nbytes"], said["wire_nbytes"]) == (1000, 400)
-    assert said["seconds"] == {**dict.fromkeys(PHASES, 0.0), "partition": 0.75, "send": 3.0}
+    assert said["seconds"] == {**dict.fromkeys(PHASES, 0.0), "partition": 0.75, "send": 12.0}
     assert said["links"] == {"b": (2000, 3.0)}
     assert said["rows_owned"] == 9
     assert said["fullest"] == [("0", 7), ("1", 2)]
@@ -45,8 +54,7 @@ def test_workers_are_summed_and_the_busiest_link_is_named():
     a.sent("b", nbytes=10, raw_nbytes=10, wire_nbytes=10, seconds=1.0)
     b.sent("a", nbytes=50, raw_nbytes=50, wire_nbytes=20, seconds=1.0)
     b.sent("c", nbytes=30, raw_nbytes=0, wire_nbytes=0, seconds=1.5)
-    reports = {"a": [a.snapshot({0: 10})], "b": [b.snapshot({1: 20, 2: 10})], "c": []}
-    (one,) = summarised(reports)
+    one = summarised({"a": a.snapshot({0: 10}), "b": b.snapshot({1: 20, 2: 10})})
     assert one["rows"] == 40
     assert one["nbytes"] == 490
     assert (one["sent_nbytes"], one["messages"]) == (90, 3)
@@ -62,11 +70,10 @@ def skewed(kind="pandas.DataFrame", **rows_of_worker):
     """Return the summary of a run whose workers own partitions of these sizes."""
     numbers = itertools.count()
     said = {
-        worker: [RunFigures("abc", 1, kind, 10.0).snapshot({next(numbers): n for n in rows})]
+        worker: RunFigures("abc", 1, kind, 10.0).snapshot({next(numbers): n for n in rows})
         for worker, rows in rows_of_worker.items()
     }
-    (one,) = summarised(said)
-    return one
+    return summarised(said)
 
 
 def test_a_partition_is_hot_if_it_alone_overloads_its_owner():
@@ -102,17 +109,36 @@ def test_chunks_of_arrays_are_not_hot():
 
 def test_workers_without_partitions_do_not_count_as_unloaded():
     """With more workers than partitions, the mean is over the workers that own one."""
-    reports = {"a": [figures().snapshot({0: 10})], "b": [figures().snapshot({})]}
-    assert summarised(reports)[0]["skew"] == 1.0
+    reports = {"a": figures().snapshot({0: 10}), "b": figures().snapshot({})}
+    assert summarised(reports)["skew"] == 1.0
 
 
 def test_run_without_rows_or_messages_is_summarised():
-    (one,) = summarised({"a": [figures().snapshot({})]})
+    one = summarised({"a": figures().snapshot({})})
     assert one["skew"] == 1.0
     assert (one["busiest_link"], one["hot"], one["mean_rows"]) == (None, [], 0.0)
 
 
-def test_runs_are_listed_separately_in_order():
-    later, earlier = figures(run=1, began_s=20.0), figures(run=2, began_s=10.0)
-    found = summarised({"a": [later.snapshot({}), earlier.snapshot({})]})
-    assert [one["run"] for one in found] == [2, 1]
+def snapshots(n):
+    """Return the snapshots of a run on `n` workers, no two of them alike."""
+    found = {}
+    for number in range(n):
+        one = figures(began_s=10.0 + number)
+        one.add(rows_in=number, local_nbytes=3 * number)
+        one.spent("unpack", 0.5 * number)
+        one.sent("peer", nbytes=7 * number, raw_nbytes=5, wire_nbytes=2, seconds=1.0)
+        found[f"w{number}"] = one.snapshot({number: 10 + 9 * number})
+    return found
+
+
+@pytest.mark.parametrize("n_kept", range(6))
+def test_snapshots_that_are_not_kept_count_once(n_kept):
+    """A summary is the same, whether snapshots were added before or are given with the question."""
+    said = snapshots(6)
+    items = [*said.items()]
+    total = RunSum(items[0][1])
+    for worker, snapshot in items[:n_kept]:
+        total.add(worker, snapshot)
+    before = total.summary()
+    assert total.summary(items[n_kept:]) == summarised(said)
+    assert total.summary() == before

@@ -8,12 +8,15 @@ import pytest
 
 from dask_gpurt import metrics
 from dask_gpurt.shuffle import tally
-from dask_gpurt.shuffle.figures import RunFigures, summarised
-from dask_gpurt.shuffle.tally import Tally, brief
+from dask_gpurt.shuffle.figures import RunFigures
+from dask_gpurt.shuffle.tally import Tally
 
 
-def word(sent_nbytes: int, *runs: dict[str, Any]) -> dict[str, Any]:
-    return {"counters": {"sent_nbytes": sent_nbytes}, "runs": list(runs)}
+def word(
+    sent_nbytes: int, *runs: dict[str, Any], still_open: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    found = {"counters": {"sent_nbytes": sent_nbytes}, "runs": list(runs)}
+    return found if still_open is None else {**found, "open_runs": still_open}
 
 
 def a_run(name: str = "shuffle", number: int = 1, **sent: int) -> dict[str, Any]:
@@ -63,18 +66,50 @@ def test_sum_of_long_departed_workers_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert len(kept._counters) == len(kept._address_of) == 3
 
 
-def test_runs_of_departed_workers_are_kept() -> None:
+def test_runs_are_added_up_and_outlive_their_workers() -> None:
     kept = Tally()
-    of_a, of_b = a_run(b=7, c=9), a_run(a=5)
-    for name, run in (("a", of_a), ("b", of_b)):
+    for name, run in (("a", a_run(b=7, c=9)), ("b", a_run(a=5))):
         kept.begin(f"id-{name}", name)
         kept.take(f"id-{name}", word(0, run))
-    assert kept.runs_without(["a", "b"]) == {}
+    (before,) = kept.shuffles()
+    assert (before["rows"], before["sent_nbytes"]) == (20, 21)
+    assert before["busiest_link"] == ("a", "c", 9, 0.5)
     kept.leave("a")
-    found = {**kept.runs_without(["b"]), "b": [of_b]}
-    assert summarised(found) == summarised({"a": [of_a], "b": [of_b]})
-    assert kept.runs_without([])["a"] == [brief(of_a)]
-    assert kept.runs_without([])["a"][0]["links"] == {"c": (9, 0.5)}
+    assert kept.shuffles() == [before]
+
+
+def test_a_run_told_several_times_counts_once() -> None:
+    """A worker tells a run with two heartbeats, and once more as it leaves."""
+    kept = Tally()
+    kept.begin("a", "a")
+    for _ in range(3):
+        kept.take("a", word(0, a_run(b=7)))
+    # An answer from before the end of the run arrives late.
+    kept.take("a", word(0, still_open=[a_run(b=2)]))
+    assert [one["sent_nbytes"] for one in kept.shuffles()] == [7]
+
+
+def test_the_last_snapshot_of_an_open_run_counts() -> None:
+    kept = Tally()
+    for worker, sent in (("a", 2), ("b", 10), ("a", 3)):
+        kept.begin(worker, worker)
+        kept.take(worker, word(0, still_open=[a_run(c=sent)]))
+    assert [one["sent_nbytes"] for one in kept.shuffles()] == [13]
+    kept.take("a", word(0, a_run(c=5)))
+    kept.leave("b")
+    assert [one["sent_nbytes"] for one in kept.shuffles()] == [15]
+
+
+def test_runs_are_listed_by_their_beginning() -> None:
+    kept = Tally()
+    kept.begin("a", "a")
+    later = {**a_run(number=1), "began_s": 20.0}
+    kept.take("a", word(0, later, a_run(number=2)))
+    assert [one["run"] for one in kept.shuffles()] == [2, 1]
+
+
+def numbers(kept: Tally) -> list[int]:
+    return [one["run"] for one in kept.shuffles()]
 
 
 def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +120,14 @@ def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.begin(worker, worker)
     for number in range(5):
         kept.take("a", word(0, a_run(number=number)))
-    assert [run["run"] for run in kept.runs_without([])["a"]] == [2, 3, 4]
+    assert numbers(kept) == [2, 3, 4]
     for number in range(3):
         kept.take("b", word(0, a_run(number=2 + number)))
-    found = kept.runs_without([])
-    assert [run["run"] for run in found["a"]] == [run["run"] for run in found["b"]] == [3, 4]
+    assert numbers(kept) == [3, 4]
+    # A dropped run does not come back with a part of its snapshots.
+    kept.take("b", word(0, *[a_run(number=number) for number in range(5)]))
+    assert numbers(kept) == [3, 4]
+    assert [one["rows"] for one in kept.shuffles()] == [20, 20]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +137,7 @@ def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         7,
         {},
         {"counters": {}, "runs": 3},
+        {"counters": {}, "runs": [], "open_runs": 3},
         {"counters": [], "runs": []},
         word(-1),
         word(2**63),
@@ -114,6 +153,7 @@ def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         word(1, {**a_run(), "links": {"a": ("x", 1.0)}}),
         word(1, {**a_run(), "fullest": [(1, 2)]}),
         word(1, a_run(), {**a_run(number=2), "fullest": 3}),
+        word(1, a_run(), still_open=[{}]),
     ],
 )
 def test_malformed_messages_change_nothing(said: Any) -> None:
@@ -123,7 +163,7 @@ def test_malformed_messages_change_nothing(said: Any) -> None:
     with pytest.raises(ValueError):
         kept.take("a", said)
     assert kept.totals()["sent_nbytes"] == 5
-    assert kept.runs_without([]) == {}
+    assert kept.shuffles() == []
 
 
 @pytest.mark.parametrize("worker", [None, 3, [], "never-heard-of"])
@@ -138,4 +178,4 @@ def test_unknown_fields_of_a_report_are_dropped() -> None:
     kept.begin("a", "a")
     kept.take("a", {"counters": {"sent_nbytes": 1, "more": 2}, "runs": [{**a_run(), "more": 3}]})
     assert "more" not in kept.totals()
-    assert "more" not in kept.runs_without([])["a"][0]
+    assert "more" not in kept.shuffles()[0]

@@ -8,6 +8,7 @@ by these calls alone, so a page that is closed costs nothing, and several pages 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
@@ -18,6 +19,7 @@ from distributed.core import Status
 from dask_gpurt.plugins.dashboard.overview import overview
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.topology.broadcast import ask
+from dask_gpurt.shuffle.tally import Tally
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -44,6 +46,8 @@ class Gatherer:
         Returns what the scheduler's plugin knows without asking workers.
     ready
         Addresses of the workers that can be asked.
+    tally
+        Takes in what workers say about runs, and adds it up.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Gatherer:
         scheduler: Scheduler,
         status: Callable[..., Awaitable[dict[str, Any]]],
         ready: Collection[str],
+        tally: Tally,
     ) -> None:
         self._scheduler, self._status, self._ready = scheduler, status, ready
+        self._tally = tally
         self._latest: dict[str, Any] | None = None
         self._at_s = 0.0
         self._has_failed = False
@@ -110,9 +116,14 @@ class Gatherer:
             )
             glances = {
                 worker: answer
-                for worker, answer in answers.received.items()
-                if isinstance(answer, dict) and worker in self._scheduler.workers
+                for worker, answer in answers.reports().items()
+                if worker in self._scheduler.workers
             }
+            for worker, one in glances.items():
+                of_worker = self._scheduler.workers[worker].server_id
+                with contextlib.suppress(ValueError):
+                    self._tally.take_runs(of_worker, one["ended_runs"], one["open_runs"])
+            status["shuffles"] = self._tally.shuffles()
             # With many workers, this takes longer than the event loop may stand still.
             self._latest = await asyncio.to_thread(overview, status, self._workers(), glances)
         except Exception:

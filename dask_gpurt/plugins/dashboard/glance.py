@@ -14,7 +14,6 @@ from distributed.metrics import time
 
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.patches.p2p import event_loop
-from dask_gpurt.shuffle.tally import brief
 from dask_gpurt.shuffle.traffic import OTHERS, WINDOW_S, LinkPath, Traffic, summed
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 INPUTS = "inputs"
 #: Most runs of each kind, and most decisions on codecs, in a summary.
 MAX_RUNS = 8
+#: A run takes as many bytes as so many links. A summary with few links has fewer runs.
+LINKS_OF_RUN = 8
 MAX_DECISIONS = 8
 #: Most transfers that one summary reads from Dask's log.
 MAX_TRANSFERS = 5_000
@@ -51,6 +52,7 @@ class WorkerGlance:
     async def gpurt_glance(self, most_links: int) -> dict[str, Any]:
         """Handler: return the summary, as plain values, with the busiest links."""
         most_links = request_checks.count("most_links", most_links)
+        most_runs = min(MAX_RUNS, most_links // LINKS_OF_RUN)
         state = self._state
         return {
             "links": self._links(most_links),
@@ -61,9 +63,9 @@ class WorkerGlance:
             "unmanaged": self._unmanaged,
             "shards_nbytes": state.shards_nbytes(),
             "shards_on_disk_nbytes": state.shards_on_disk_nbytes(),
-            "open_runs": [brief(run) for run in state.reports_of_open_runs(MAX_RUNS)],
+            "open_runs": state.reports_of_open_runs(most_runs),
             # The scheduler learns of an ended run with the next heartbeat.
-            "ended_runs": [brief(run) for run in state.reports_of_ended_runs(MAX_RUNS)],
+            "ended_runs": state.run_reports.unsure()[-most_runs:],
             "codecs": self._codecs(),
         }
 

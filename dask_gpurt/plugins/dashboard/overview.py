@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
-from dask_gpurt.shuffle import figures
 from dask_gpurt.shuffle.traffic import OTHERS, WINDOW_S, LinkPath, Moved, summed
 
 #: Paths of bytes, in the words shown to users.
@@ -51,19 +50,17 @@ def overview(
     ----------
     status
         What the scheduler reports without asking workers, with the numbers of done and of all
-        `tasks`, and the `progress` of each shuffle: see `p2p.how_far`.
+        `tasks`, and the `progress` of each shuffle: see `p2p.how_far`. `shuffles` has the runs of
+        the glances.
     workers
         For each worker, what the scheduler knows from heartbeats: `address`, `name`, and its
         `process_nbytes`, `managed_nbytes`, `spilled_nbytes` and `limit_nbytes`.
     glances
         Summaries of `glance`, by address. A worker may be missing.
     """
-    runs = {worker: list(kept) for worker, kept in status["kept_runs"].items()}
-    for worker, glance in glances.items():
-        runs.setdefault(worker, []).extend([*glance["ended_runs"], *glance["open_runs"]])
     open_runs = {(run["id"], run["run"]) for one in glances.values() for run in one["open_runs"]}
     shuffles = []
-    for one in figures.summarised(runs)[-MAX_SHUFFLES:]:
+    for one in status["shuffles"][-MAX_SHUFFLES:]:
         is_open = (one["id"], one["run"]) in open_runs
         progress = status["progress"].get(one["id"]) if is_open else None
         shuffles.append({**one, "is_open": is_open, "progress": progress})

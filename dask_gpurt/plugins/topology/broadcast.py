@@ -29,6 +29,10 @@ class Answers(NamedTuple):
     received: dict[str, Any]
     silent: list[str]
 
+    def reports(self) -> dict[str, Any]:
+        """Return the answers that are reports, without errors."""
+        return {one: said for one, said in self.received.items() if isinstance(said, dict)}
+
 
 async def ask(
     scheduler: Scheduler, op: str, workers: Iterable[str], deadline_s: float, **arguments: Any

@@ -57,7 +57,11 @@ def workers(jobs: JobCluster) -> set[str]:
 def runs_on(jobs: JobCluster) -> set[str]:
     """Return the workers that take part in a shuffle, or did."""
     reports = dask_gpurt.status(jobs.client)["workers"]
-    return {worker for worker, report in reports.items() if report and report["runs"]}
+    return {
+        worker
+        for worker, report in reports.items()
+        if report and report["counters"]["shuffle_runs"]
+    }
 
 
 def spilling(jobs: JobCluster) -> list[str]:

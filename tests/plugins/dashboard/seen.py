@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dask_gpurt.shuffle.figures import PHASES
+from dask_gpurt.shuffle.tally import Tally
 
 
 def status(**changes):
@@ -17,7 +18,7 @@ def status(**changes):
         "fallbacks": [],
         "totals": {},
         "placement": None,
-        "kept_runs": {},
+        "shuffles": [],
         **changes,
     }
 
@@ -47,6 +48,15 @@ def glance(**changes):
         "codecs": {"choices": {}, "largest": []},
         **changes,
     }
+
+
+def shuffles(runs, open_runs=None):
+    """Return the summaries of runs, from the snapshots of each worker."""
+    tally = Tally()
+    for worker in {**runs, **(open_runs or {})}:
+        tally.begin(worker, worker)
+        tally.take_runs(worker, runs.get(worker, []), (open_runs or {}).get(worker, []))
+    return tally.shuffles()
 
 
 def run(shuffle_id, run_id=1, **changes):

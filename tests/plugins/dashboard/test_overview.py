@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dask_gpurt.plugins.dashboard import overview as shaping
 from dask_gpurt.plugins.dashboard.overview import GONE, MAX_SHUFFLES, matrix, overview
 from dask_gpurt.shuffle.traffic import OTHERS
-from tests.plugins.dashboard.seen import glance, link, run, status, worker
+from tests.plugins.dashboard.seen import glance, link, run, shuffles, status, worker
 
 
 def test_links_of_all_workers_are_listed_and_summed():
@@ -75,12 +75,10 @@ def test_a_worker_with_dasks_store_has_dasks_figures():
 
 
 def test_ended_and_open_runs_are_merged():
-    kept = {"tcp://a": [run("old", 1)], "tcp://b": [run("new", 2, raw_nbytes=0, wire_nbytes=0)]}
-    glances = {
-        "tcp://a": glance(open_runs=[run("new", 2)], ended_runs=[run("old", 1)]),
-        "tcp://b": glance(ended_runs=[run("new", 2)]),
-    }
-    seen = overview(status(kept_runs=kept), [], glances)
+    ended = {"tcp://a": [run("old", 1)], "tcp://b": [run("new", 2)]}
+    still_open = {"tcp://a": [run("new", 2)]}
+    glances = {"tcp://a": glance(open_runs=still_open["tcp://a"]), "tcp://b": glance()}
+    seen = overview(status(shuffles=shuffles(ended, still_open)), [], glances)
     assert [(one["label"], one["is_open"], one["rows"]) for one in seen["shuffles"]] == [
         ("old", False, 10),
         ("new", True, 20),
@@ -89,10 +87,10 @@ def test_ended_and_open_runs_are_merged():
 
 
 def test_a_second_run_of_a_shuffle_says_so():
-    kept = {"tcp://a": [run("0123456789", n) for n in range(2 * MAX_SHUFFLES)]}
-    shuffles = overview(status(kept_runs=kept), [], {})["shuffles"]
-    assert len(shuffles) == MAX_SHUFFLES
-    assert [one["label"] for one in shuffles[:2]] == ["01234567", "01234567, run 2"]
+    ended = {"tcp://a": [run("0123456789", n) for n in range(2 * MAX_SHUFFLES)]}
+    shown = overview(status(shuffles=shuffles(ended)), [], {})["shuffles"]
+    assert len(shown) == MAX_SHUFFLES
+    assert [one["label"] for one in shown[:2]] == ["01234567", "01234567, run 2"]
 
 
 def test_decisions_on_codecs_are_counted_and_the_largest_shown():

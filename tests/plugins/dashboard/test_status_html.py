@@ -6,15 +6,14 @@ import json
 import pickle
 
 from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
-from dask_gpurt.shuffle import figures
-from tests.plugins.dashboard.seen import run, status
+from tests.plugins.dashboard.seen import run, shuffles, status
 from tests.plugins.dashboard.test_tables import EVIL, placed, words
 
 
 def runtime_status(**changes):
     return RuntimeStatus(
         status(
-            shuffles=figures.summarised({"tcp://a": [run("0123456789")]}),
+            shuffles=shuffles({"tcp://a": [run("0123456789")]}),
             placement=placed(),
             workers={"tcp://a": {}, "tcp://b": None},
             totals={"sent_nbytes": 2**20, "messages": 1_234, "spilled_nbytes": 0},

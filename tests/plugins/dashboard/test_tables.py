@@ -7,7 +7,7 @@ from html import unescape
 
 from dask_gpurt.plugins.dashboard import tables
 from dask_gpurt.plugins.dashboard.overview import overview
-from tests.plugins.dashboard.seen import glance, link, run, status, worker
+from tests.plugins.dashboard.seen import glance, link, run, shuffles, status, worker
 
 EVIL = "<script>alert(1)</script>"
 
@@ -52,7 +52,7 @@ def test_shuffles_have_their_figures_and_fallbacks():
     fallbacks = [{"what": "array rechunk", "why": "no word from worker x", "count": 2}]
     seen = overview(
         status(
-            kept_runs={"tcp://a": [run("0123456789")]},
+            shuffles=shuffles({"tcp://a": [run("0123456789")]}),
             runs={"gpurt": 1, "stock": 2},
             fallbacks=fallbacks,
         ),
@@ -82,7 +82,7 @@ def test_placement_says_what_differs_and_what_it_saves():
 
 def test_compression_says_why_there_was_none():
     assert "nothing to compress" in tables.codecs(overview(status(), [], {}))
-    sent = status(kept_runs={"tcp://a": [run("x")]})
+    sent = status(shuffles=shuffles({"tcp://a": [run("x")]}))
     assert "Nothing was compressed" in tables.codecs(overview(sent, [], {}))
     decision = {
         "section": "price",
@@ -113,7 +113,7 @@ def test_texts_from_outside_are_escaped():
     one = glance(codecs={"choices": {EVIL: 1}, "largest": [decision]})
     seen = overview(
         status(
-            kept_runs={"tcp://a": [run(EVIL, kind=EVIL)]},
+            shuffles=shuffles({"tcp://a": [run(EVIL, kind=EVIL)]}),
             runs={"gpurt": 1, "stock": 1},
             fallbacks=[{"what": EVIL, "why": EVIL, "count": 1}],
             placement=placed(last_differing=[evil]),
