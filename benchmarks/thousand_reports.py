@@ -1,9 +1,12 @@
-"""Bytes and seconds of a `status` of 1,000 workers, in one process.
+"""Bytes and seconds of a `status`, and of the plan of a shuffle, for 1,000 workers in one process.
 
 One real worker with 999 peers makes the reports of all workers, each under an address of its own.
 They pass through Dask's serialisation twice: from the workers to the scheduler, and from there to
 the client. The scheduler's tally adds them up, and the command prints them. Connections are not in
 it, and neither is the time of the workers, who work side by side.
+
+A plan says which worker owns which of 10,000 output partitions. The scheduler answers each of 1,000
+workers that asks for it.
 
     python -m benchmarks.thousand_reports
 """
@@ -13,17 +16,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import dask.config
+import pandas as pd
 from distributed import Scheduler, Worker
-from distributed.protocol import dumps, loads
+from distributed.protocol import ToPickle, dumps, loads
 
 from benchmarks.harness import arguments, write_json
+from dask_gpurt import config
 from dask_gpurt.codecs.rule import decide
 from dask_gpurt.command.status import as_text
+from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec, ShuffleId
+from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind
 from dask_gpurt.plugins.worker_counters import counted_reports
 from dask_gpurt.plugins.worker_report import most_entries
 from dask_gpurt.shuffle.figures import RunFigures
@@ -35,6 +43,8 @@ ROWS = 1_000_000
 #: Number of the worker with the busiest link.
 BUSIEST = 500
 WANTED_NBYTES, WANTED_S = 2_000_000, 1.0
+N_PARTITIONS = 10_000
+WANTED_PLAN_NBYTES, WANTED_PLANS_S = 100_000, 0.3
 
 
 @dataclass
@@ -180,10 +190,46 @@ def rows_of_reports(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def plan_answer(n_partitions: int, n_workers: int) -> Callable[[], Any]:
+    """Return a function that serialises the scheduler's answer with the plan of a shuffle."""
+    meta = pd.DataFrame({"key": [1], "x": [1.0]}).iloc[:0]
+    stock = DataFrameShuffleSpec(
+        id=ShuffleId("0123456789abcdef0123456789abcdef"),
+        disk=True,
+        npartitions=n_partitions,
+        column="_partitions",
+        meta=meta,
+        parts_out=set(range(n_partitions)),
+        drop_column=True,
+    )
+    order = sorted(range(n_partitions), key=str)
+    spec = FrameSpec.replacing(stock, frame_kind(meta), config.read().shuffle, None, order)
+    owners = {number: address(number * n_workers // n_partitions) for number in range(n_partitions)}
+    run_spec = spec.create_new_run(worker_for=owners, span_id=None).run_spec
+    return lambda: dumps({"status": "OK", "run_spec": ToPickle(run_spec)})
+
+
+def rows_of_plans(repeats: int) -> list[dict[str, Any]]:
+    """Print and return the best of so many runs."""
+    runs = []
+    for _ in range(repeats):
+        answer = plan_answer(N_PARTITIONS, N_WORKERS)
+        began = time.perf_counter()
+        nbytes = sum(nbytes_of(answer()) for _ in range(N_WORKERS))
+        runs.append((time.perf_counter() - began, nbytes))
+    seconds, nbytes = min(runs)
+    print(
+        f"{N_WORKERS} plans of {N_PARTITIONS} partitions: {nbytes / 1e6:.1f} MB, "
+        f"{seconds:.2f} s (at most {WANTED_PLANS_S:g})"
+    )
+    return [{"plans": N_WORKERS, "nbytes": nbytes, "seconds": seconds}]
+
+
 def main() -> None:
     options = arguments((__doc__ or "").replace("\n", " ")).parse_args()
     logging.disable(logging.WARNING)
-    write_json(options.json, [], reports=rows_of_reports(options.repeats))
+    repeats = options.repeats
+    write_json(options.json, [], reports=rows_of_reports(repeats), plans=rows_of_plans(repeats))
 
 
 if __name__ == "__main__":

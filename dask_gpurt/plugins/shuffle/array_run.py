@@ -25,6 +25,7 @@ from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.figures import ARRAY
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
@@ -44,7 +45,7 @@ DEVICE_ARRAYS: dict[str, Callable[[ShuffleSettings], DeviceArrays]] = {"cupy.nda
 
 
 @dataclass(frozen=True)
-class ArraySpec(ArrayRechunkSpec):
+class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
     """The stock description of a rechunk, run on this package's data plane.
 
     Attributes

@@ -23,6 +23,7 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.balance import owners
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FrameSpec(DataFrameShuffleSpec):
+class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
     """The stock description of a shuffle, run on this package's data plane.
 
     Attributes

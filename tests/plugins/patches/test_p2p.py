@@ -123,6 +123,12 @@ def test_spec_has_every_field_of_dask():
     assert frame_kind(stock.meta) in ADAPTERS
 
 
+def test_runs_are_made_with_the_names_of_dask():
+    """`SpecPickledOnce` stands between distributed and its own method."""
+    for kind in (FrameSpec, ArraySpec):
+        assert parameters(kind.create_new_run) == parameters(p2p.ShuffleSpec.create_new_run)
+
+
 def test_array_spec_has_every_field_of_dask():
     stock = p2p.ArrayRechunkSpec(id="x", disk=True, new=((2, 2), (3,)), old=((4,), (1, 2)))
     ours = ArraySpec.replacing(stock, settings=None)
