@@ -9,6 +9,7 @@
 #   make docs    the documentation as a site, in docs/_build/html; warnings are errors
 #   make coverage    lines and branches that the unit tests reach
 #   make bench   the benchmarks behind docs/performance.md
+#   make .venv-peers/installed    the engines that `python -m benchmarks.peers` compares with
 
 PYTHON ?= python3
 OLDEST := 2026.7.1
@@ -20,6 +21,7 @@ VENV_THIRDPARTY := .venv-thirdparty
 VENV_OTHER := .venv-other
 VENV_DOCS := .venv-docs
 VENV_HIP := .venv-hip
+VENV_PEERS := .venv-peers
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 # More than there are cores: most tests of clusters wait for processes to start and to end.
 JOBS ?= 3
@@ -188,6 +190,16 @@ $(VENV_HIP)/installed: $(WHEEL)
 	    echo "no CuPy for AMD's GPUs here: its tests are skipped" >&2
 	touch $@
 
+# The engines that `python -m benchmarks.peers` compares with. It skips those that cannot be installed.
+PEERS := benchmarks/peers/requirements.txt
+$(VENV_PEERS)/installed: $(PEERS)
+	$(call make_venv,$(VENV_PEERS),$(PYTHON))
+	grep -v '^#' $(PEERS) | while read -r one; do \
+	    $(VENV_PEERS)/bin/python -m pip install --quiet "$$one" </dev/null || \
+	        echo "$$one cannot be installed here: it is skipped" >&2; \
+	done
+	touch $@
+
 # The site reads the package from this folder; the wheel brings what it needs.
 $(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
 	$(call make_venv,$(VENV_DOCS),$(PYTHON))
@@ -196,4 +208,5 @@ $(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
 
 clean:
 	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) $(VENV_HIP) \
+	    $(VENV_PEERS) \
 	    build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage
