@@ -44,7 +44,7 @@ def test_connecting_client_does_not_ask_every_worker():
             assert dask_gpurt.status(first)["active"]
             asked = []
 
-            async def report():
+            async def report(most):
                 asked.append(True)
                 return {}
 

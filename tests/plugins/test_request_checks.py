@@ -244,7 +244,10 @@ async def test_wrong_calls_of_a_worker_change_nothing(c, s, a):
         ("gpurt_probe_data", {"nbytes": True}),
         ("gpurt_probe_data", {"nbytes": -1}),
         ("gpurt_probe_data", {"nbytes": 2**40}),
-        ("gpurt_report", {"more": 1}),
+        ("gpurt_report", {"most": 1, "more": 1}),
+        ("gpurt_report", {}),
+        ("gpurt_report", {"most": -1}),
+        ("gpurt_report", {"most": True}),
         ("gpurt_machine", {"more": 1}),
     ]
     async with rpc(a.address) as worker:
@@ -254,7 +257,7 @@ async def test_wrong_calls_of_a_worker_change_nothing(c, s, a):
             assert len(str(caught.value)) < 500
         said = await worker.gpurt_probe(source="nobody://knows")
         assert "cannot be reached" in said["problem"]
-        assert (await worker.gpurt_report())["version"] == VERSION
+        assert (await worker.gpurt_report(most=1))["version"] == VERSION
 
 
 @pytest.mark.parametrize("offers", [None, 5, [], ["shared"], {}, {"shared": 1, "ucx": 2}])
