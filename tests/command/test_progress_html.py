@@ -10,7 +10,7 @@ from dask_gpurt.command import run_report
 from dask_gpurt.command.live import progress_html
 from dask_gpurt.command.observe import ClusterRecord, pause_s, summed
 from dask_gpurt.plugins.dashboard.overview import overview
-from tests.plugins.dashboard.seen import glance, run, status, worker
+from tests.plugins.dashboard.seen import glance, run, shuffles, status, worker
 from tests.plugins.dashboard.test_tables import EVIL, words
 
 
@@ -48,12 +48,10 @@ def test_a_shuffle_without_tasks_has_no_share_to_divide_by() -> None:
 def seen(n_workers: int = 2, **changes: Any) -> dict[str, Any]:
     """Return the page's data with an open and an ended shuffle on the first worker."""
     workers = [worker(str(n), managed_nbytes=300 + n) for n in range(n_workers)]
-    one = glance(
-        open_runs=[run("0123456789", rows_owned=30, n_owned=4)],
-        ended_runs=[run("abcdefghij")],
-        shards_nbytes=100,
-    )
-    known = status(progress={"0123456789": progress(3, 0)}, **changes)
+    ended, still = [run("abcdefghij")], [run("0123456789", rows_owned=30, n_owned=4)]
+    one = glance(open_runs=still, ended_runs=ended, shards_nbytes=100)
+    summed_up = shuffles({"tcp://0": ended}, {"tcp://0": still})
+    known = status(progress={"0123456789": progress(3, 0)}, shuffles=summed_up, **changes)
     return overview(known, workers, {"tcp://0": one})
 
 
@@ -86,9 +84,7 @@ def test_the_end_is_the_report_of_a_run() -> None:
     before, record = ClusterRecord("tcp://s"), ClusterRecord("tcp://s")
     fallback = {"what": "shuffle of x", "why": EVIL, "count": 2}
     for one, sent, fallbacks in ((before, 10, []), (record, 10, []), (record, 2058, [fallback])):
-        one.absorb(
-            status(totals={"sent_nbytes": sent}, fallbacks=fallbacks, workers={"tcp://a": True})
-        )
+        one.absorb(status(totals={"sent_nbytes": sent}, fallbacks=fallbacks, ready=["tcp://a"]))
     report = run_report.as_dict(summed([(record, before)]), 2.25, 0, ["a note"])
     html = progress_html.final(report)
     said = words(html)

@@ -224,7 +224,8 @@ async def test_only_one_of_concurrent_clients_enables_the_runtime(c, s, a, b):
         await asyncio.gather(dask_gpurt.enable(c), dask_gpurt.enable(d))
         plugin = s.plugins["gpurt"]
         assert plugin.is_active
-        assert all(handler.__self__ is plugin for handler in map(s.handlers.get, handlers(s)))
+        assert s.handlers["gpurt_status"].__self__ is plugin
+        assert {name: s.handlers[name] for name in plugin._handlers} == plugin._handlers
         assert "gpurt" in a.plugins and "gpurt" in b.plugins
         await dask_gpurt.disable(d)
     assert vars(s.plugins["shuffle"]) == retrieve

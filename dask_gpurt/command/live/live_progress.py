@@ -130,9 +130,9 @@ class LiveProgress:
                 async with asyncio.timeout(READ_TIMEOUT_S):
                     seen = await activation.overview(self._client)
                 if "totals" in seen:
-                    answered = {one["address"]: one["has_answered"] for one in seen["workers"]}
+                    ready = [one["address"] for one in seen["workers"] if one["has_answered"]]
                     self._record.tasks_done, self._record.tasks_total = seen["tasks"]
-                    self._absorb({**seen, "workers": answered})
+                    self._absorb({**seen, "ready": ready})
                 self._view.show(seen, time.monotonic() - self._start_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), pause_s(time.monotonic() - began_s))
