@@ -101,6 +101,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             findings.append(Finding("note", "worker", text, advice("no word from worker")))
     findings += _topology(found)
     findings += _links(found)
+    findings += _open_files(found)
     for one in found["fallbacks"]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
         findings.append(Finding("note", "fallback", text, advice(one["why"])))
@@ -295,6 +296,23 @@ def _available_transports(found: Mapping[str, Any]) -> list[Finding]:
             text = f"{count} of {len(reports)} workers cannot exchange {_PATHS[name]}: {why}"
             findings.append(Finding("note", "links", text, _link_remedy(why)))
     return findings
+
+
+def _open_files(found: Mapping[str, Any]) -> list[Finding]:
+    """Return where workers may have too few open files for connections to all others."""
+    from dask_gpurt.plugins.shuffle.peer_connections import needed_files
+
+    needed = needed_files(len(found["workers"]))
+    limits = [report["open_files"] for report in found["workers"].values() if report]
+    few = [limit for limit in limits if limit < needed]
+    if not few:
+        return []
+    text = (
+        f"{len(few)} of {len(limits)} workers may have only {min(few):,} files open: shuffles "
+        "work, but close connections to make others"
+    )
+    remedy = f"start workers with a hard limit of {needed:,} or more (ulimit -Hn {needed})"
+    return [Finding("note", "open files", text, remedy)]
 
 
 def _versions(found: Mapping[str, Any]) -> list[Finding]:

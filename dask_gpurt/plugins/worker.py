@@ -36,7 +36,7 @@ from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
-from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files
+from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files, open_files
 from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
@@ -333,6 +333,7 @@ class WorkerRuntime:
             "lanes": self._overlap(),
             **limited(self.links.report(), self.codec_decisions(), most),
             "lacks": self.links.lacks(),
+            "open_files": open_files()[0],
             "runs": self.run_reports.unsure()[-most:],
             "open_runs": self.reports_of_open_runs(most),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,19 @@ def test_missing_huge_pages_are_reported(monkeypatch: pytest.MonkeyPatch, policy
 
     monkeypatch.setattr(pages, "system_policy", lambda: policy)
     assert findings.huge_pages().level == "note"
+
+
+@pytest.mark.parametrize(
+    ("limits", "level", "n_workers"),
+    [((256, 1024), "note", "65"), ((1024, 65536), "ok", "4,097"), ((-1, -1), "ok", "4,097")],
+)
+def test_workers_that_open_files_are_enough_for(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], level: str, n_workers: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    finding = findings.open_files()
+    assert finding.level == level
+    assert f" {n_workers} workers" in finding.text
 
 
 # ------------------------------------------------------------------ no cluster

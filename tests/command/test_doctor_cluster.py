@@ -195,7 +195,13 @@ def test_every_problem_of_a_cluster_has_a_remedy() -> None:
             "workers": {
                 "tcp://a": None,
                 "tcp://b": None,
-                "tcp://c": {"version": "0.0.1", "paths": paths, "memory": None, "unmanaged": "it"},
+                "tcp://c": {
+                    "version": "0.0.1",
+                    "paths": paths,
+                    "memory": None,
+                    "unmanaged": "it",
+                    "open_files": 1 << 16,
+                },
             },
             "not_ready": {"tcp://b": problem},
             "fallbacks": [{"what": "shuffle of cudf", "why": why, "count": 2}],
@@ -243,12 +249,22 @@ def test_doctor_lists_available_transports_before_a_shuffle() -> None:
     assert "install the ucx extra" in remedy
 
 
-def said_of(report: dict[str, Any], what: str) -> list[tuple[str, str, str]]:
+@pytest.mark.parametrize(("n_files", "n_notes"), [(16, 0), (15, 1)])
+def test_too_few_open_files_are_reported(n_files: int, n_notes: int) -> None:
+    report = {"memory": None, "unmanaged": "it", "open_files": n_files}
+    said = said_of(report, "open files", n_workers=2)
+    assert len(said) == n_notes
+    for level, text, remedy in said:
+        assert (level, "15 files" in text, "ulimit -Hn 16" in remedy) == ("note", True, True)
+
+
+def said_of(report: dict[str, Any], what: str, n_workers: int = 1) -> list[tuple[str, str, str]]:
+    empty = {"version": "0.0.1", "paths": [], "lacks": {}, "open_files": 1 << 16}
     told = cluster_findings(
         {
             "scheduler": "tcp://s",
             "active": True,
-            "workers": {"tcp://a": {"version": "0.0.1", "paths": [], "lacks": {}, **report}},
+            "workers": {f"tcp://{name}": {**empty, **report} for name in "abc"[:n_workers]},
             "not_ready": {},
             "fallbacks": [],
             "versions": {"client": {}, "scheduler": {}, "workers": {}},

@@ -27,6 +27,8 @@ Level = Literal["ok", "note", "problem"]
 _NEEDED = ("dask", "distributed", "pandas", "pyarrow", "numpy", "dask-gpurt")
 #: Packages of the GPU path. Wheels are named after their CUDA version.
 _OPTIONAL = ("cudf", "cupy", "rmm", "ucxx", "nvcomp")
+#: Fewer open files are worth a note.
+_FEW_FILES = 4096
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def local_findings() -> list[Finding]:
         *preloads(),
         *unknown_keys(),
         huge_pages(),
+        open_files(),
         gpu(),
     ]
 
@@ -185,6 +188,19 @@ def huge_pages() -> Finding:
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
     remedy = f"as root: echo madvise > {path}"
     return Finding("note", "huge pages", f"{policy}: shuffles work, but take longer", remedy)
+
+
+def open_files() -> Finding:
+    """Check for how many workers the open files of a process are enough."""
+    from dask_gpurt.plugins.shuffle import peer_connections
+
+    _, most = peer_connections.open_files()
+    n_workers = peer_connections.most_workers(most)
+    text = f"up to {most:,}: enough for shuffles between {n_workers:,} workers"
+    if most >= _FEW_FILES:
+        return Finding("ok", "open files", text)
+    remedy = f"to use more workers, raise the hard limit: ulimit -Hn {_FEW_FILES}, or your service"
+    return Finding("note", "open files", text, remedy)
 
 
 def gpu() -> Finding:

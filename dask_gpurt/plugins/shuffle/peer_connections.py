@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import ConnectionPool
 
 from dask_gpurt.plugins.patches.connections import LostPeers
+from dask_gpurt.shuffle.credits import N_MESSAGES
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -23,25 +24,30 @@ if TYPE_CHECKING:
 #: Open files that a worker is allowed at most by `allow_open_files`. Programs that close every
 #: possible file, as some do before they start another, take too long with a larger limit.
 _MOST_FILES = 1 << 16
-#: Part of the open files for connections to peers. As many come from peers.
-_SHARE = 1 / 4
-#: A pool has room for at least this many connections, and so never stops.
-_LEAST = 8
-#: Open files of a worker besides its connections for messages.
-_OTHER_FILES = 128
+#: One in this many open files is for a connection to a peer. As many come from peers, and where
+#: connections are closed to make others, those that are closing count for a while.
+_FILES_EACH = 8
+#: A pool has room for at least this many connections.
+_LEAST = 2
 #: All pools of this process: they share its files.
 _pools: weakref.WeakSet[PeerConnections] = weakref.WeakSet()
 
 
+def open_files() -> tuple[int, int]:
+    """Return the files that this process may have open, and those that it may ask for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_MOST_FILES if one == resource.RLIM_INFINITY else one for one in (soft, hard))
+    return soft, max(soft, min(hard, _MOST_FILES))
+
+
 def allow_open_files() -> int:
     """Raise the limit on this process's open files as far as it may; return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    soft, most = open_files()
+    if soft < most:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return open_files()[0]
 
 
 def needed_files(n_workers: int) -> int:
@@ -49,13 +55,12 @@ def needed_files(n_workers: int) -> int:
 
     With fewer, it closes connections between messages, and makes new ones.
     """
-    # Two messages at a time go to each peer, and come from it.
-    return _OTHER_FILES + 4 * (n_workers - 1)
+    return N_MESSAGES * _FILES_EACH * (n_workers - 1)
 
 
 def most_workers(n_files: int) -> int:
     """Return the number of workers for which this many open files are enough."""
-    return max(1, (n_files - _OTHER_FILES) // 4 + 1)
+    return n_files // (N_MESSAGES * _FILES_EACH) + 1
 
 
 class PeerConnections:
@@ -90,11 +95,10 @@ class PeerConnections:
         if self._is_over:
             raise OSError(f"{self._worker.address} is closed")
         if self._pool is None:
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            n_files = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+            n_files, _ = open_files()
             stock = self._worker.rpc
             pool = ConnectionPool(
-                limit=max(_LEAST, int(_SHARE * n_files) // len(_pools)),
+                limit=max(_LEAST, n_files // (_FILES_EACH * len(_pools))),
                 deserialize=stock.deserialize,
                 serializers=stock.serializers,
                 deserializers=stock.deserializers,

@@ -37,7 +37,7 @@ class Held:
 def few_files(monkeypatch):
     """A limit on open files, of which this test's pools get eight connections each."""
     monkeypatch.setattr(peer_connections, "_pools", type(peer_connections._pools)())
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (32, 1000))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 1000))
 
 
 def test_heartbeats_do_not_wait_behind_messages(few_files):
@@ -107,7 +107,7 @@ async def test_idle_connections_are_closed_at_rest(s, a, b):
 
 
 def test_workers_of_a_process_share_its_files(few_files, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (800, 1000))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1600, 2000))
 
     @gen_cluster(nthreads=[("", 1)] * 2)
     async def test(s, a, b):
@@ -140,4 +140,4 @@ def test_soft_limit_on_open_files_is_raised():
 def test_needed_files_are_enough(n_workers):
     n_files = peer_connections.needed_files(n_workers)
     assert peer_connections.most_workers(n_files) == n_workers
-    assert peer_connections.most_workers(n_files - 1) < max(n_workers, 2)
+    assert n_workers == 1 or peer_connections.most_workers(n_files - 1) == n_workers - 1
