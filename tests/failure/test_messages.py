@@ -16,6 +16,7 @@ from distributed.comm import CommClosedError
 
 import dask_gpurt
 from dask_gpurt.errors import TransportError
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.messages import Message
 from tests.failure import gates
@@ -410,3 +411,30 @@ def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
     assert stage.paths() == {stage.transport}
     stage.forget(outputs)
     assert_nothing_left(stage.client)
+
+
+@pytest.mark.parametrize("credit", [None, 0, True, "much"])
+def test_answer_with_nonsense_as_a_credit_is_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, credit: Any
+) -> None:
+    receive = ExchangeRun.receive
+
+    async def answered(run: ExchangeRun, data: Any) -> Any:
+        answer = await receive(run, data)
+        return {**answer, "credit": credit} if "credit" in answer else answer
+
+    monkeypatch.setattr(ExchangeRun, "receive", answered)
+    assert_one_clear_error(stage, "ProtocolError", "credit")
+
+
+@pytest.mark.parametrize("sender", [None, 7, "a" * 2000])
+def test_message_without_its_sender_is_an_error(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, sender: Any
+) -> None:
+    receive = ExchangeRun.receive
+
+    async def changed(run: ExchangeRun, data: Any) -> Any:
+        return await receive(run, {**data, "sender": sender})
+
+    monkeypatch.setattr(ExchangeRun, "receive", changed)
+    assert_one_clear_error(stage, "ProtocolError", "without the address of its sender")

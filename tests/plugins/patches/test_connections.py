@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster, Scheduler, Worker
 from distributed.comm import connect, listen
-from distributed.core import send_recv
+from distributed.core import ConnectionPool, send_recv
 from distributed.protocol import to_serialize
 from distributed.utils_test import gen_test
 
@@ -25,6 +25,7 @@ from dask_gpurt.plugins.patches.connections import (
     N_IN_TURN,
     PIECE_NBYTES,
     SMALL_NBYTES,
+    LostPeers,
     PiecewiseReads,
     ShortTurns,
     drop_message,
@@ -369,3 +370,23 @@ async def test_the_loop_runs_while_a_graph_is_handled(enabled):
         if turns is not None:
             turns.uninstall()
             assert "read" not in vars(w.batched_stream.comm)
+
+
+# ------------------------------------------------------------------ lost peers
+
+
+def test_worker_removes_lost_peers_from_its_pool():
+    assert "self.rpc.remove(worker)" in inspect.getsource(Worker._handle_remove_worker)
+    assert list(inspect.signature(ConnectionPool.remove).parameters) == ["self", "addr", "reason"]
+
+
+def test_lost_peers_are_told_until_uninstall():
+    told, removed = [], []
+    pool = SimpleNamespace(rpc=ConnectionPool())
+    pool.rpc.remove = lambda addr, **kwargs: removed.append((addr, kwargs))
+    lost = LostPeers(pool, told.append)
+    pool.rpc.remove("tcp://a:1", reason="gone")
+    assert (told, removed) == (["tcp://a:1"], [("tcp://a:1", {"reason": "gone"})])
+    lost.uninstall()
+    lost.uninstall()
+    assert "remove" not in vars(pool.rpc)

@@ -231,5 +231,11 @@ def test_on_host_has_only_peers_whose_path_is_known(transport, stays):
         assert links.on_host("auto") == set()
         await links.deliver("peer", "auto", compose, call)
         assert links.on_host(transport) == ({"peer"} if stays else set())
+        links._forget("peer", "auto")
+        assert links.on_host("auto") == set()
+        await links.deliver("peer", "auto", compose, call)
+        assert links.on_host(transport) == ({"peer"} if stays else set())
+        links.cool_down()
+        assert links.on_host("auto") == set()
 
     with_links(test)
