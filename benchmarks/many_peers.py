@@ -192,11 +192,12 @@ def cluster(n_workers: int, processes: bool) -> Iterator[Client]:
 
 async def _message_size_s(dask_worker: Worker, n_paths: int) -> float:
     """Return the time to find the size of a message, where every eighth peer is on the host."""
-    run: Any = SimpleNamespace(id="", run_id=0, outgoing_memory=None)
+    run: Any = SimpleNamespace(id="", run_id=0, outgoing_memory=None, memory_for=None)
     settings = config.read().shuffle
-    messenger = Messenger(run, dask_worker, settings, SimpleNamespace(), n_paths)  # type: ignore[arg-type]
+    adapter: Any = SimpleNamespace()
     links = runtime_of(dask_worker).links
     names = [f"tcp://10.0.{number // 250}.{number % 250}:1" for number in range(n_paths)]
+    messenger = Messenger(run, dask_worker, settings, adapter, names)
     for number, name in enumerate(names):
 
         async def call(data: Any, is_far: int = number % 8) -> Any:
