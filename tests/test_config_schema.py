@@ -51,6 +51,7 @@ def test_every_setting_is_read():
     changed = {"enabled": True, "strict": True}
     changed |= {
         "shuffle.transport": "comm",
+        "shuffle.routing": "direct",
         "shuffle.compression": "lz4",
         "shuffle.memory": 0.5,
         "shuffle.device": 0.5,

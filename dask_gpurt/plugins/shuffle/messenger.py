@@ -125,8 +125,12 @@ class Messenger:
             if path.is_local:
                 return _for_targets(address, found, messages.local_message)
             with context_meter.meter("compress"):
-                encode = partial(messages.remote_message, encode=partial(self._encode, path))
-                return await self.in_lane("encode", nbytes, _for_targets, address, found, encode)
+                encode = partial(self._encode, path)
+
+                def remote(group: Sequence[Outgoing]) -> Message:
+                    return messages.remote_message(group, encode)
+
+                return await self.in_lane("encode", nbytes, _for_targets, address, found, remote)
 
         transport = self._device_transport if on_device else self._settings.transport
         return await self.deliver(address, transport, compose)
