@@ -18,5 +18,5 @@ Nanny.close.__defaults__ = (60, "nanny-close")
 
 
 async def dask_setup(client: Client) -> None:
-    status = await activation._status(client, ask_workers=False)
+    status = await activation.read_status(client, ask_workers=False)
     Path(f"client-{os.getpid()}-{client.id}.told").write_text(f"{status['active']}\n")
