@@ -228,8 +228,8 @@ def main():
         ) as cluster,
         Client(cluster) as client,
     ):
-        # One after the other: Python 3.11 takes a lock for each cached property of dask's expressions,
-        # so a client may deadlock with a scheduler of the same process that works on another one.
+        # One after the other. Python 3.11 takes a lock for each cached property, so a client may
+        # deadlock with a scheduler of the same process, which works on another expression.
         for name, lazy, expected in shuffles():
             future, wanted = client.compute(lazy), summary(expected)
             try:
