@@ -33,8 +33,6 @@ PRELOAD = "dask_gpurt.command.observe"
 #: Least interval between readings of a cluster while the script runs. A scheduler with many workers
 #: asks for longer ones, up to a limit.
 INTERVAL_S = 0.5
-#: Least time between two readings, as a multiple of the time that the last one took.
-LEAST_REST = 4.0
 MAX_INTERVAL_S = 30.0
 #: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
 #: stuck worker does not hide the counts of the others. A late reading is dropped.
@@ -234,11 +232,6 @@ class Recorder:
             return summed(
                 [(record, self._before[address]) for address, record in self._records.items()]
             )
-
-
-def pause_s(took_s: float) -> float:
-    """Return how long to wait after a reading, so that slow answers are asked for less often."""
-    return max(INTERVAL_S, LEAST_REST * took_s)
 
 
 def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSnapshot:

@@ -8,7 +8,8 @@ import pytest
 
 from dask_gpurt.command import run_report
 from dask_gpurt.command.live import progress_html
-from dask_gpurt.command.observe import ClusterRecord, pause_s, summed
+from dask_gpurt.command.live.live_progress import pause_s
+from dask_gpurt.command.observe import ClusterRecord, summed
 from dask_gpurt.plugins.dashboard.overview import overview
 from tests.plugins.dashboard.seen import glance, run, shuffles, status, worker
 from tests.plugins.dashboard.test_tables import EVIL, words

@@ -19,10 +19,10 @@ import dask_gpurt
 from dask_gpurt.command import run_report
 from dask_gpurt.command.live.live_view import NotebookView, TerminalView
 from dask_gpurt.command.observe import (
+    INTERVAL_S,
     READ_TIMEOUT_S,
     ClusterRecord,
     CounterSnapshot,
-    pause_s,
     scheduler_address,
     summed,
 )
@@ -31,6 +31,15 @@ from dask_gpurt.plugins import activation
 
 if TYPE_CHECKING:
     from distributed import Client
+
+
+#: Least time between two readings, as a multiple of the time that the last one took.
+LEAST_REST = 4.0
+
+
+def pause_s(took_s: float) -> float:
+    """Return how long to wait after a reading, so that slow answers are asked for less often."""
+    return max(INTERVAL_S, LEAST_REST * took_s)
 
 
 class LiveProgress:

@@ -1,8 +1,8 @@
 """Collection of the page's data on the scheduler, only while someone looks.
 
 A page, the JSON handler and a client that shows progress ask `Gatherer` whenever they want to show
-something. Workers are asked
-by these calls alone, so a page that is closed costs nothing, and several pages cost what one does.
+something. Workers are asked by these calls alone. So a page that is closed costs nothing, and
+several pages cost what one does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS
-from dask_gpurt.plugins.placement.scheduler_view import PlacementView, is_gpu_type, n_on_threads
+from dask_gpurt.plugins.placement.scheduler_view import (
+    PlacementView,
+    is_gpu_type,
+    tasks_per_thread,
+)
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -34,7 +38,7 @@ class HostTasks:
         free = (
             ws
             for ws in self._scheduler.idle_task_count
-            if ws.address not in with_gpu and n_on_threads(ws) < ws.nthreads
+            if ws.address not in with_gpu and tasks_per_thread(ws) < 1
         )
         return min(free, key=_load, default=chosen)
 
@@ -57,4 +61,4 @@ def _needs_no_gpu(ts: TaskState) -> bool:
 
 
 def _load(ws: WorkerState) -> tuple[float, int, str]:
-    return n_on_threads(ws) / ws.nthreads, ws.nbytes, ws.address
+    return tasks_per_thread(ws), ws.nbytes, ws.address

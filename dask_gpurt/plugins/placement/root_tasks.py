@@ -37,6 +37,7 @@ from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_NEIGHBOURS,
     PlacementView,
     n_on_threads,
+    tasks_per_thread,
 )
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class RootTasks:
         if not joins:
             return None
         to_come = (len(state.queued) + ts.group.states["waiting"]) / state.total_nthreads
-        stocks_ahead = _ahead(stock)
+        stocks_ahead = tasks_per_thread(stock)
         siblings = sorted({address for others in joins for address in others})
         if len(siblings) == 1:
             # The most common case. No worker saves more than the sibling's own.
@@ -188,7 +189,7 @@ class RootTasks:
             Whether a full worker may be given one more task per thread.
         """
         ws = self._scheduler.workers.get(address)
-        if ws is None or ws not in self._scheduler.running or _ahead(ws) > most_ahead:
+        if ws is None or ws not in self._scheduler.running or tasks_per_thread(ws) > most_ahead:
             return None
         spare = ws.nthreads if extra else 0
         return ws if not is_queueing or self._n_free(ws) > -spare else None
@@ -218,7 +219,7 @@ class RootTasks:
             saved_s = elsewhere_s - joined_s(ws.address)
             if saved_s > 0 or ws is stock:
                 n_free = self._n_free(ws) if is_queueing else math.inf
-                terms = ws.address, ws.nthreads, n_free, _ahead(ws), saved_s, is_certain
+                terms = ws.address, ws.nthreads, n_free, tasks_per_thread(ws), saved_s, is_certain
                 found.append(Candidate(*terms))
         return found
 
@@ -390,8 +391,3 @@ class RootTasks:
                 if len(joined) > MAX_JOINED:
                     return True
         return False
-
-
-def _ahead(ws: WorkerState) -> float:
-    """Return the tasks per thread of a worker."""
-    return n_on_threads(ws) / ws.nthreads

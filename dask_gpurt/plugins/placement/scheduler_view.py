@@ -458,6 +458,11 @@ def n_on_threads(ws: WorkerState) -> int:
     return len(ws.processing) - len(ws.long_running)
 
 
+def tasks_per_thread(ws: WorkerState) -> float:
+    """Return the tasks of a worker that occupy or wait for a thread, for each of its threads."""
+    return n_on_threads(ws) / ws.nthreads
+
+
 def unknown_s(prefix: TaskPrefix) -> float:
     """Return the assumed duration of tasks of which none has ended: the least a task takes.
 

@@ -137,12 +137,12 @@ class Messenger:
 
     async def send_around(self, relay: str, shards: Sequence[Outgoing]) -> Message:
         """Deliver shards to each of their targets: their relay cannot be reached."""
-        of_target: dict[str, list[Outgoing]] = {}
-        for shard in shards:
-            direct = replace(shard, target=None)
-            of_target.setdefault(shard.target or relay, []).append(direct)
-        found = [await self.send(target, group) for target, group in of_target.items()]
-        return messages.enveloped(dict(zip(of_target, found, strict=True)))
+        return messages.enveloped(
+            {
+                target: await self.send(target, [replace(shard, target=None) for shard in group])
+                for target, group in _by_target(relay, shards).items()
+            }
+        )
 
     async def deliver(self, address: str, transport: str, compose: Compose) -> Message:
         """Send a message and wait for the peer's answer; return the message. Raises as `send`."""
@@ -352,15 +352,21 @@ class Messenger:
             return await asyncio.wrap_future(job)
 
 
+def _by_target(address: str, shards: Sequence[Outgoing]) -> dict[str, list[Outgoing]]:
+    """Return the shards in a message to a peer, by the worker that they are for."""
+    found: dict[str, list[Outgoing]] = {}
+    for shard in shards:
+        found.setdefault(shard.target or address, []).append(shard)
+    return found
+
+
 def _for_targets(
     address: str,
     shards: Sequence[Outgoing],
     compose: Callable[[Sequence[Outgoing]], Message],
 ) -> Message:
     """Return a message to a peer; an envelope if any of the shards is for another worker."""
-    of_target: dict[str, list[Outgoing]] = {}
-    for shard in shards:
-        of_target.setdefault(shard.target or address, []).append(shard)
+    of_target = _by_target(address, shards)
     if of_target.keys() <= {address}:
         return compose(shards)
     return messages.enveloped({target: compose(found) for target, found in of_target.items()})
