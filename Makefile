@@ -106,7 +106,7 @@ test-thirdparty: $(VENV_THIRDPARTY)/installed
 check: $(VENV)/installed docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy dask_gpurt
+	$(VENV)/bin/mypy dask_gpurt benchmarks
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
 
 # From scratch each time: what a page includes may have changed although the page has not.

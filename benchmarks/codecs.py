@@ -39,6 +39,7 @@ def make_shard(lineitem: Path, one_in: int) -> tuple[Packed, list[Section], byte
     adapter = PandasFrames(frame.iloc[:0], "slot", drop_column=True)
     opened = adapter.open(frame)
     (packed,) = opened.gather([Selection(np.flatnonzero(slots == 0), True)])
+    assert isinstance(packed, Packed)
     return packed, joined(adapter.sections(opened.layout_key, packed)), opened.layout_key
 
 

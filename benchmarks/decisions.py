@@ -237,7 +237,7 @@ def compare(
             gc.collect()
             times[side].append(timed(bench, tasks))
             if placement is not None:
-                placement.remove()
+                placement.close()
     gc.enable()
     times = {side: all_[1:] for side, all_ in times.items()}
     ratios = [b / a for a, b in zip(times["stock"], times["gpurt"], strict=True) if a]

@@ -4,17 +4,24 @@ There are two public sets: `tests/tpch/dask_queries.py` of github.com/coiled/ben
 queries, and `queries/dask` of github.com/pola-rs/polars-benchmark, with seven. Pass the directory
 of a checkout; nothing of it is changed. Two clusters live for the whole run, queries take turns,
 and the answers of both sides are compared. Times include reading the Parquet files.
+
+    python -m benchmarks.public_tpch --coiled DIR --polars DIR
+    python -m benchmarks.public_tpch --coiled DIR --only "query_[16]$" --repeats 25
+
+The second command runs two queries without a shuffle. `--only` is a regular expression here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import statistics
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +45,7 @@ def coiled_queries(checkout: Path, tables: Path, scale: float) -> Iterator[tuple
     module = _loaded(checkout / "tests" / "tpch" / "dask_queries.py", "coiled_queries")
     for name, query in sorted(vars(module).items()):
         if name.startswith("query_"):
-            yield f"coiled {name}", lambda query=query: query(f"{tables}/", None, scale)
+            yield f"coiled {name}", partial(query, f"{tables}/", None, scale)
 
 
 def polars_queries(checkout: Path, tables: Path) -> Iterator[tuple[str, Query]]:
@@ -46,19 +53,10 @@ def polars_queries(checkout: Path, tables: Path) -> Iterator[tuple[str, Query]]:
     found: list[Query] = []
     # The set's own module reads settings and times by itself.
     stub = types.ModuleType("queries.dask.utils")
-    for name in [
-        "customer",
-        "line_item",
-        "nation",
-        "orders",
-        "part",
-        "part_supp",
-        "region",
-        "supplier",
-    ]:
-        path = str(tables / _TABLES.get(name, name))
+    for name in _NAMES:
+        table = str(tables / _TABLES.get(name, name))
 
-        def read(path: str = path) -> dd.DataFrame:
+        def read(path: str = table) -> dd.DataFrame:
             frame = dd.read_parquet(path, dtype_backend="pyarrow")
             # Its queries compare with dates, and these tables have times.
             for column in frame.columns:
@@ -127,7 +125,7 @@ def main() -> None:
         queries += coiled_queries(options.coiled, tables, options.scale)
     if options.polars:
         queries += polars_queries(options.polars, tables)
-    queries = [one for one in queries if not options.only or options.only in one[0]]
+    queries = [one for one in queries if re.search(options.only or "", one[0])]
     if not queries:
         parser.error("no query: pass --coiled or --polars, and no other name in --only")
     timings = [Timing(name, 0) for name, _ in queries]

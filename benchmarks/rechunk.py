@@ -6,6 +6,7 @@ The cases are rows to columns, slabs of time to pencils and back, and many small
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import dask
@@ -77,7 +78,7 @@ def main() -> None:
                 compare(
                     sides,
                     name,
-                    lambda shape=shape, old=old: array(shape, old),
+                    partial(array, shape, old),
                     rechunked(new, merge),
                     repeats=options.repeats,
                     target=target,

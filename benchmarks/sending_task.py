@@ -72,8 +72,9 @@ def measure(rows: int, n_outputs: int, repeats: int) -> dict[str, float]:
         numbers = partition_numbers([frame["key"].to_numpy()], n_outputs)
         marks.append(time.perf_counter())
         opened = adapter.open(frame.assign(_partitions=numbers))
-        order, before = opened.group(plan)
+        grouped = opened.group(plan)
         marks.append(time.perf_counter())
+        order, before = map(np.asarray, grouped)
         selections = []
         for first, end in plan.slots_of_worker.values():
             for a, b in cut_shards(before[first : end + 1], opened.row_nbytes):

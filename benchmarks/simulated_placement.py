@@ -247,7 +247,8 @@ def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
     found: dict[str, Any] = {"workers": len(machine.workers), "policy": policy, "workloads": {}}
     for example in EXAMPLES:
         # There are about four blocks for each worker, or fewer if a block has many tasks.
-        share = {matmul: 0.63, stencil: 0.5, joins: 0.38}.get(example, 1.0)
+        shares: dict[Any, float] = {matmul: 0.63, stencil: 0.5, joins: 0.38}
+        share = shares.get(example, 1.0)
         model = example(
             Scale(side=round(share * edge), block_nbytes=100_000_000, load_rate=1e9, rate=20e9)
         )

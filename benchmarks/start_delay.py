@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,10 @@ def numpy_step() -> Callable[[], None]:
 def python_step() -> Callable[[], None]:
     """Make a step that holds the interpreter lock."""
     return _as_long(lambda: sum(range(10_000)))
+
+
+def _tell_when(begun: Future[float]) -> None:
+    begun.set_result(time.perf_counter())
 
 
 def _as_long(call: Callable[[], Any]) -> Callable[[], None]:
@@ -126,7 +131,7 @@ def measure(
             time.sleep(chance.uniform(1, 2) * STEP_S)
             begun: Future[float] = Future()
             asked = time.perf_counter()
-            communicate(lambda begun=begun: begun.set_result(time.perf_counter()))
+            communicate(partial(_tell_when, begun))
             delays_s.append(begun.result() - asked)
     step_s = statistics.median(took_s)
     p50, p95 = np.percentile(delays_s, [50, 95])

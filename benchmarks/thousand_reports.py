@@ -199,7 +199,7 @@ def plan_answer(n_partitions: int, n_workers: int) -> Callable[[], Any]:
         npartitions=n_partitions,
         column="_partitions",
         meta=meta,
-        parts_out=set(range(n_partitions)),
+        parts_out=list(range(n_partitions)),
         drop_column=True,
     )
     order = sorted(range(n_partitions), key=str)

@@ -189,6 +189,7 @@ def launch_cost(launches: Launches, beside: Beside) -> Row:
 
     out = cupy.zeros(1, cupy.uint32)
     hook = launches.hook
+    assert hook is not None  # the caller has set it
 
     def launcher(is_hooked: bool, scope: Callable[[], Any]) -> Callable[[], None]:
         def launch_many() -> None:

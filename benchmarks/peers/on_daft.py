@@ -6,15 +6,12 @@ runner alone, on a local Ray of two CPUs. A partition is reduced by a task of Ra
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import daft
 from daft import col
 
 from benchmarks.peers.answers import WEIGHTS, of_shuffle, sums_of_partition
-
-OBJECT_STORE_NBYTES = 3 << 30
 
 
 def sums(part: Any) -> dict[str, Any]:
@@ -33,17 +30,12 @@ class OnDaft:
         else:
             import ray
 
+            from benchmarks.peers import on_ray
+
             self._ray = ray
             self._versions["ray"] = ray.__version__
-            self._settings |= {"num_cpus": 2, "object_store_memory": OBJECT_STORE_NBYTES}
-            ray.init(
-                address="local",
-                num_cpus=2,
-                object_store_memory=OBJECT_STORE_NBYTES,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-            )
+            self._settings |= on_ray.SETTINGS
+            on_ray.start()
             daft.set_runner_ray()
 
     def about(self) -> dict[str, Any]:

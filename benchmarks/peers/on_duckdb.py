@@ -36,7 +36,8 @@ _AGGREGATION = """
 class OnDuckdb:
     def __init__(self, folder: str, n_partitions: int) -> None:
         self._files, self._n_partitions = f"{folder}/*.parquet", n_partitions
-        self._settings = {"threads": os.cpu_count(), "preserve_insertion_order": False}
+        n_threads = os.cpu_count() or 1
+        self._settings: dict[str, Any] = {"threads": n_threads, "preserve_insertion_order": False}
         self._connection = duckdb.connect(config=self._settings)
 
     def about(self) -> dict[str, Any]:

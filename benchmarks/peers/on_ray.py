@@ -15,7 +15,18 @@ from ray.data.aggregate import Count, Mean, Sum
 
 from benchmarks.peers.answers import added, of_aggregation, of_shuffle, sums_of_partition
 
-OBJECT_STORE_NBYTES = 3 << 30
+SETTINGS = {"num_cpus": 2, "object_store_memory": 3 << 30}
+
+
+def start() -> None:
+    """Start a local Ray, which prints nothing."""
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        **SETTINGS,
+    )
 
 
 def sums(block: pa.Table) -> pa.Table:
@@ -33,23 +44,15 @@ def reduced(block: pa.Table) -> pa.Table:
 class OnRay:
     def __init__(self, folder: str, n_partitions: int) -> None:
         self._folder, self._n_partitions = folder, n_partitions
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=OBJECT_STORE_NBYTES,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        start()
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         self._strategy = str(context.shuffle_strategy)
 
     def about(self) -> dict[str, Any]:
-        settings = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_NBYTES}
         return {
             "versions": {"ray": ray.__version__, "pyarrow": pa.__version__},
-            "settings": {**settings, "shuffle_strategy": self._strategy},
+            "settings": {**SETTINGS, "shuffle_strategy": self._strategy},
         }
 
     def shuffle(self) -> dict[str, Any]:

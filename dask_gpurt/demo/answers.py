@@ -122,15 +122,16 @@ def _kind(column: pd.Series, exact: bool) -> str:
 
 def _values(column: pd.Series) -> np.ndarray:
     """Return a column's values with missing ones as NaN, NaT or None."""
+    values: np.ndarray
     if pd.api.types.is_datetime64_any_dtype(column):
-        return column.to_numpy(dtype="datetime64[us]")
-    if pd.api.types.is_float_dtype(column):
-        return column.to_numpy(dtype="float64", na_value=np.nan)
-    if pd.api.types.is_integer_dtype(column) and not column.hasnans:
-        return column.to_numpy()
-    if pd.api.types.is_numeric_dtype(column):
-        return column.to_numpy(dtype="float64", na_value=np.nan)
-    return column.astype(object).where(column.notna(), None).to_numpy(dtype=object)
+        values = column.to_numpy(dtype="datetime64[us]")
+    elif pd.api.types.is_integer_dtype(column) and not column.hasnans:
+        values = column.to_numpy()
+    elif pd.api.types.is_numeric_dtype(column):
+        values = column.to_numpy(dtype="float64", na_value=np.nan)
+    else:
+        values = column.astype(object).where(column.notna(), None).to_numpy(dtype=object)
+    return values
 
 
 def _first_unequal(left: pd.Series, right: pd.Series, rtol: float, atol: float) -> int | None:

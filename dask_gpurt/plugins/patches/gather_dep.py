@@ -6,7 +6,7 @@ connection that is reused for the next message.
 
 Memory comes and goes with tasks, most of all GPU memory. So the worker requests the values again
 when a task has ended. If no running task could free memory, the tasks that need the values fail
-with an explanation.
+with an explanation. Values that fail for another reason are for `failed_moves`, on the scheduler.
 
 | what | why | taken back by |
 |---|---|---|
@@ -75,8 +75,9 @@ class GatherRetry:
             )
 
         def reuse(addr: str, comm: Any) -> None:
-            # Stock calls this while an error propagates. The peer still waits, so reuse is wrong.
-            if isinstance(sys.exception(), MemoryError):
+            # Stock calls this while an error propagates, too: values could not be unpickled. The
+            # peer still waits. It would take the next message of the connection for the answer.
+            if sys.exception() is not None:
                 comm.abort()
             stock_reuse(addr, comm)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, WorkerSnapshot, costs, steal_pays
+from dask_gpurt.plugins.patches.failed_moves import FailedMoves
 from dask_gpurt.plugins.patches.task_placement import DecisionSwap
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
@@ -31,6 +32,7 @@ from dask_gpurt.plugins.placement.scheduler_view import (
     PlacementView,
     unknown_s,
 )
+from dask_gpurt.plugins.placement.stuck_values import StuckValues
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -75,9 +77,11 @@ class Placement:
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
+        self._stuck = StuckValues()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
+        self._failed_moves = FailedMoves(scheduler, self)
         self._early_stealing = EarlyStealing(scheduler, self.slowness, self._swap.balance)
 
     @property
@@ -96,6 +100,7 @@ class Placement:
         """Let stock Dask decide from here on."""
         self._early_stealing.close()
         self._swap.uninstall()
+        self._failed_moves.uninstall()
         self._roots.close()
 
     def add_worker(self, ws: WorkerState) -> None:
@@ -167,6 +172,8 @@ class Placement:
         self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
     ) -> WorkerState | None:
         """Return a worker for a task with inputs; None if no worker may run it."""
+        if only := self._holders_of_stuck(ts):
+            return self._keep(ts, Choice(self._least_busy(only), None), "stuck")
         if self._is_stock or ts.actor:
             return self._keep(ts, stocks(stock(ts)), "stock")
         valid = self._scheduler.valid_workers(ts)
@@ -183,10 +190,31 @@ class Placement:
             self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
         return ws
 
+    def _holders_of_stuck(self, ts: TaskState) -> set[WorkerState]:
+        """Return the workers to try for a task with inputs that cannot be moved; empty if none."""
+        found = self._stuck.workers(ts) or set()
+        if found and not ts.loose_restrictions:
+            valid = self._scheduler.valid_workers(ts)
+            found = found if valid is None else found & valid
+        return found
+
+    def _least_busy(self, workers: set[WorkerState]) -> WorkerState | None:
+        """Return the least busy of these workers that runs; None if the task has to wait."""
+        running = workers & self._scheduler.running
+        return min(running, key=lambda ws: (ws.occupancy, ws.address), default=None)
+
+    def may_go_elsewhere(self, waiting: TaskState, value: TaskState, ws: WorkerState) -> bool:
+        """Record that a value did not arrive on a worker; return whether its task has another."""
+        self._stuck.add(value, waiting, ws)
+        return bool(self._holders_of_stuck(waiting))
+
     # ------------------------------------------------------------------ root tasks
 
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
         """Return a worker for a task without inputs; None if it should stay queued."""
+        # Stock Dask also counts tasks with few inputs among these.
+        if only := self._holders_of_stuck(ts):
+            return self._keep(ts, Choice(self._least_busy(only), stock.address), "stuck")
         chosen = stock if self._is_stock else self._roots.choose(ts, stock)
         if chosen is not None:
             reason = "stock" if chosen is stock else "siblings"
@@ -203,6 +231,8 @@ class Placement:
         occupancy_s: Callable[[WorkerState], float],
     ) -> WorkerState | None:
         """Return the worker that may steal a task; None if the task should stay where it is."""
+        if self._stuck.workers(ts) is not None:
+            return None
         view, victim = self._view, ts.processing_on
         if self._is_stock or victim is None or ts.actor:
             return stock

@@ -1,0 +1,110 @@
+"""Tasks whose inputs cannot be moved run where the inputs are, or fail with a clear error."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, Scheduler, wait
+from distributed.core import error_message
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.plugins.patches.failed_moves import FailedMoves
+
+
+class Unsendable:
+    """Holds a lock, which cannot be pickled."""
+
+    def __init__(self, value):
+        self.value = value
+        self.lock = threading.Lock()
+
+
+def value_of(*values):
+    return sum(one.value if isinstance(one, Unsendable) else one for one in values)
+
+
+def parameters_of(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_handlers_accept_their_arguments():
+    assert parameters_of(Scheduler.handle_task_erred) == ["self", "key", "stimulus_id", "msg"]
+    reported = parameters_of(Scheduler.stimulus_task_erred)
+    assert reported == ["self", "worker", "stimulus_id", "key", "run_id", "kwargs"]
+    assert parameters_of(Scheduler._reschedule) == ["self", "key", "worker", "stimulus_id"]
+    assert {"status", "exception", "exception_text"} < set(error_message(TypeError("no")))
+
+
+@gen_cluster(nthreads=[])
+async def test_the_handler_is_restored(s):
+    stock = s.stream_handlers["task-erred"]
+    patch = FailedMoves(s, moves=None)
+    assert s.stream_handlers["task-erred"] != stock
+    patch.uninstall()
+    assert s.stream_handlers["task-erred"] == stock
+
+
+@pytest.fixture(params=["auto", "stock"])
+def cluster(request):
+    """Start two workers, and let no task be stolen, which would hide where it went first."""
+    settings = {
+        "gpurt.enabled": True,
+        "gpurt.placement.policy": request.param,
+        "distributed.scheduler.work-stealing": False,
+    }
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+    # Not `gen_cluster`: it validates workers, and stock Dask leaves them in an invalid state.
+    with (
+        dask.config.set(settings),
+        LocalCluster(processes=False, protocol="tcp", **options) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client, *sorted(cluster.scheduler.workers)
+
+
+def holders(client, future):
+    return set(client.who_has([future])[future.key])
+
+
+def test_a_task_runs_where_its_input_is(cluster):
+    client, a, b = cluster
+    made = client.submit(Unsendable, 3, workers=[a])
+    # Stock Dask sends a task to the worker that the user prefers.
+    done = client.submit(value_of, made, workers=[b], allow_other_workers=True)
+    assert done.result() == 3
+    assert holders(client, done) == {a}
+    again = client.submit(value_of, made, 1, workers=[b], allow_other_workers=True)
+    assert again.result() == 4
+    assert holders(client, again) == {a}
+
+
+def test_a_value_that_was_asked_for_with_a_stuck_one_can_be_moved(cluster):
+    """Values of one worker are asked for in one message, which fails as a whole."""
+    client, a, b = cluster
+    lock = client.submit(Unsendable, 1, workers=[a], key="lock")
+    number = client.submit(int, 2, workers=[a], key="number")
+    other = client.submit(Unsendable, 4, workers=[b], key="other")
+    wait([lock, number, other])
+    both = client.submit(value_of, lock, number, workers=[b], allow_other_workers=True)
+    assert both.result() == 3
+    assert holders(client, both) == {a}
+    apart = client.submit(value_of, number, other, workers=[a], allow_other_workers=True)
+    assert apart.result() == 6
+    assert holders(client, apart) == {b}
+
+
+def test_a_task_that_can_run_nowhere_fails(cluster):
+    client, a, b = cluster
+    one = client.submit(Unsendable, 1, workers=[a], key="one")
+    other = client.submit(Unsendable, 2, workers=[b], key="other")
+    with pytest.raises(TypeError, match="cannot run on any worker: its input") as caught:
+        client.submit(value_of, one, other, key="sum").result()
+    assert "Return something that can be pickled" in str(caught.value)
+    with pytest.raises(TypeError, match="'one' could not be moved"):
+        client.submit(value_of, one, workers=[b], key="only there").result()
+    # Workers go on.
+    assert client.submit(value_of, one, key="here").result() == 1
+    assert client.submit(value_of, other, key="there").result() == 2
