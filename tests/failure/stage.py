@@ -214,6 +214,19 @@ class Stage:
     def runs(self) -> dict[str, int]:
         return dict(dask_gpurt.status(self.client)["runs"])
 
+    def print_state(self) -> None:
+        """Print the tasks of the scheduler, and what workers report: for a test that hangs."""
+
+        def tasks(dask_scheduler: Any) -> list[str]:
+            return [
+                f"{ts.key} {ts.state} {getattr(ts.processing_on, 'address', '')}"
+                for ts in dask_scheduler.tasks.values()
+            ]
+
+        print(*self.client.run_on_scheduler(tasks), sep="\n")
+        for address, report in dask_gpurt.status(self.client)["workers"].items():
+            print(address, *map(repr, report.items()), sep="\n  ")
+
     def paths(self) -> set[str]:
         """Return the names of the transports used since the last cool-down."""
         workers = dask_gpurt.status(self.client)["workers"].values()

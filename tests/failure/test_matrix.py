@@ -209,7 +209,11 @@ def test_results_are_equal_under_every_failure(
         if phase == "after":
             stage.wait(outputs)
         else:
-            gate.wait_for(len(ROLES["sender"]) if phase == "before" else 1)
+            try:
+                gate.wait_for(len(ROLES["sender"]) if phase == "before" else 1)
+            except AssertionError:
+                stage.print_state()
+                raise
         event.strike()
         gate.open()
         event.relent(outputs)

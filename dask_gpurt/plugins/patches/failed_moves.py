@@ -1,8 +1,12 @@
 """Values that a worker could not fetch, although their holders are there: their tasks go elsewhere.
 
 A worker that cannot unpickle an input, or whose peer could not pickle it, reports that the input
-has failed. Stock Dask ignores that, because the input is in memory elsewhere. So the task that
-needs it waits for ever. This patch moves that task to a worker with the input, or lets it fail.
+has failed: a lock, an open file, a generator. Stock Dask ignores that, because the input is in
+memory elsewhere. So the task that needs it waits for ever. This patch moves that task to a worker
+with the input, or lets it fail.
+
+A worker asks for several values in one message. If one of them cannot be moved, the others count as
+*stuck*, too. So a task with stuck inputs on several workers is tried on each of them.
 
 | what | why | taken back by |
 |---|---|---|
@@ -18,7 +22,8 @@ these names.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from distributed.core import error_message
 
@@ -29,19 +34,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt.placement")
 
 
-class Moves(Protocol):
-    """Decides about tasks whose input did not arrive."""
-
-    def may_go_elsewhere(self, waiting: TaskState, value: TaskState, ws: WorkerState) -> bool:
-        """Record that a value did not arrive on a worker; return whether its task has another."""
-
-
 class FailedMoves:
-    """The patch of one scheduler, until `uninstall`."""
+    """The patch of one scheduler, until `uninstall`, with the values that are known to be stuck."""
 
-    def __init__(self, scheduler: Scheduler, moves: Moves) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._moves = moves
+        self._stuck: WeakSet[TaskState] = WeakSet()
+        #: Addresses of workers to which an input of a task could not be moved.
+        self._tried: WeakKeyDictionary[TaskState, set[str]] = WeakKeyDictionary()
         self._ours = self._failed
         self._stock = scheduler.stream_handlers["task-erred"]
         scheduler.stream_handlers["task-erred"] = self._ours
@@ -51,14 +51,36 @@ class FailedMoves:
         if self._scheduler.stream_handlers.get("task-erred") is self._ours:
             self._scheduler.stream_handlers["task-erred"] = self._stock
 
+    def has_stuck_input(self, ts: TaskState) -> bool:
+        """Return whether an input of a task could not be moved."""
+        return bool(self._stuck) and any(one in self._stuck for one in ts.dependencies)
+
+    def workers(self, ts: TaskState) -> set[WorkerState]:
+        """Return the workers to try for a task with stuck inputs; empty for any other task."""
+        if not self._stuck:
+            return set()
+        holders = [
+            set(one.who_has) for one in ts.dependencies if one in self._stuck and one.who_has
+        ]
+        if not holders:
+            return set()
+        found = set.intersection(*holders)
+        if not found:
+            tried = self._tried.get(ts, ())
+            found = {ws for ws in set.union(*holders) if ws.address not in tried}
+        valid = None if ts.loose_restrictions else self._scheduler.valid_workers(ts)
+        return found if valid is None else found & valid
+
     def _failed(self, key: Any, worker: str, stimulus_id: str, **kwargs: Any) -> None:
         """Handle the message that a task, or a value that it needs, failed on a worker."""
         ts, ws = self._scheduler.tasks.get(key), self._scheduler.workers.get(worker)
         if ts is None or ws is None or ts.state != "memory" or ws in (ts.who_has or ()):
             self._stock(key=key, worker=worker, stimulus_id=stimulus_id, **kwargs)
             return
+        self._stuck.add(ts)
         for waiting in [one for one in ts.dependents if one.processing_on is ws]:
-            if self._moves.may_go_elsewhere(waiting, ts, ws):
+            self._tried.setdefault(waiting, set()).add(worker)
+            if self.workers(waiting):
                 self._scheduler._reschedule(waiting.key, worker, stimulus_id=stimulus_id)
             else:
                 self._fail(waiting, ts, worker, stimulus_id, str(kwargs.get("exception_text", "")))

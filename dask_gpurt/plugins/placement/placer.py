@@ -32,7 +32,6 @@ from dask_gpurt.plugins.placement.scheduler_view import (
     PlacementView,
     unknown_s,
 )
-from dask_gpurt.plugins.placement.stuck_values import StuckValues
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -77,11 +76,10 @@ class Placement:
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
-        self._stuck = StuckValues()
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
-        self._failed_moves = FailedMoves(scheduler, self)
+        self._failed_moves = FailedMoves(scheduler)
         self._early_stealing = EarlyStealing(scheduler, self.slowness, self._swap.balance)
 
     @property
@@ -172,7 +170,7 @@ class Placement:
         self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
     ) -> WorkerState | None:
         """Return a worker for a task with inputs; None if no worker may run it."""
-        if only := self._holders_of_stuck(ts):
+        if only := self._failed_moves.workers(ts):
             return self._keep(ts, Choice(self._least_busy(only), None), "stuck")
         if self._is_stock or ts.actor:
             return self._keep(ts, stocks(stock(ts)), "stock")
@@ -190,30 +188,17 @@ class Placement:
             self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
         return ws
 
-    def _holders_of_stuck(self, ts: TaskState) -> set[WorkerState]:
-        """Return the workers to try for a task with inputs that cannot be moved; empty if none."""
-        found = self._stuck.workers(ts) or set()
-        if found and not ts.loose_restrictions:
-            valid = self._scheduler.valid_workers(ts)
-            found = found if valid is None else found & valid
-        return found
-
     def _least_busy(self, workers: set[WorkerState]) -> WorkerState | None:
         """Return the least busy of these workers that runs; None if the task has to wait."""
         running = workers & self._scheduler.running
         return min(running, key=lambda ws: (ws.occupancy, ws.address), default=None)
-
-    def may_go_elsewhere(self, waiting: TaskState, value: TaskState, ws: WorkerState) -> bool:
-        """Record that a value did not arrive on a worker; return whether its task has another."""
-        self._stuck.add(value, waiting, ws)
-        return bool(self._holders_of_stuck(waiting))
 
     # ------------------------------------------------------------------ root tasks
 
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
         """Return a worker for a task without inputs; None if it should stay queued."""
         # Stock Dask also counts tasks with few inputs among these.
-        if only := self._holders_of_stuck(ts):
+        if only := self._failed_moves.workers(ts):
             return self._keep(ts, Choice(self._least_busy(only), stock.address), "stuck")
         chosen = stock if self._is_stock else self._roots.choose(ts, stock)
         if chosen is not None:
@@ -231,7 +216,7 @@ class Placement:
         occupancy_s: Callable[[WorkerState], float],
     ) -> WorkerState | None:
         """Return the worker that may steal a task; None if the task should stay where it is."""
-        if self._stuck.workers(ts) is not None:
+        if self._failed_moves.has_stuck_input(ts):
             return None
         view, victim = self._view, ts.processing_on
         if self._is_stock or victim is None or ts.actor:

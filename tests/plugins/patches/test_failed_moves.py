@@ -41,7 +41,7 @@ def test_handlers_accept_their_arguments():
 @gen_cluster(nthreads=[])
 async def test_the_handler_is_restored(s):
     stock = s.stream_handlers["task-erred"]
-    patch = FailedMoves(s, moves=None)
+    patch = FailedMoves(s)
     assert s.stream_handlers["task-erred"] != stock
     patch.uninstall()
     assert s.stream_handlers["task-erred"] == stock
@@ -81,7 +81,7 @@ def test_a_task_runs_where_its_input_is(cluster):
     assert holders(client, again) == {a}
 
 
-def test_a_value_that_was_asked_for_with_a_stuck_one_can_be_moved(cluster):
+def test_a_value_asked_for_with_a_stuck_one_can_be_moved(cluster):
     """Values of one worker are asked for in one message, which fails as a whole."""
     client, a, b = cluster
     lock = client.submit(Unsendable, 1, workers=[a], key="lock")
