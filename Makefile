@@ -24,7 +24,7 @@ VENV_HIP := .venv-hip
 VENV_PEERS := .venv-peers
 SOURCES := setup.cfg pyproject.toml $(shell find dask_gpurt -name '*.py' -o -name '*.yaml')
 # More than there are cores: most tests of clusters wait for processes to start and to end.
-JOBS ?= 4
+JOBS ?= 3
 
 # Another minor version of Python, for tests of clusters that have two: the first one that runs. Where
 # there is none, those tests are skipped. `make OTHER_PYTHON= test` leaves them out.

@@ -2,7 +2,8 @@
 
 Each of the 64 workers has something for each other one, and hardly any of it. So this shows the
 cost of peers: connections, messages, files. Workers start from one preloaded process, which takes
-less memory and time; they share nothing else.
+less memory and time; they share nothing else. Dask's profiler is off, which alone would keep two
+cores busy. One cluster after the other: as many idle workers would slow down those of the other.
 
     python -m benchmarks.many_workers
     python -m benchmarks.many_workers --workers 16 --repeats 1
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import dask
@@ -28,10 +31,8 @@ import dask_gpurt
 from benchmarks.harness import (
     Timing,
     arguments,
-    compare,
     persisting_s,
     stock_client,
-    two_clusters,
     write_json,
 )
 from benchmarks.many_partitions import FEW
@@ -99,16 +100,31 @@ def within_files(n_workers: int, n_files: int) -> None:
 
 
 def timed(n_workers: int, repeats: int) -> tuple[Timing, dict[str, int]]:
-    with two_clusters(n_workers) as sides:
-        name = f"{n_workers} workers, {N_PARTITIONS} x {N_PARTITIONS} tiny"
-        timing = compare(sides, name, inputs, shuffled, repeats=repeats, target=1 / TIME_TARGET)
-        files = {}
-        for side, client in sides.both():
-            with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-                collection = shuffled(inputs())
-                files[side] = most_open_files(client, lambda: persisting_s(client, collection))  # noqa: B023
+    """Shuffle with stock Dask and with the runtime, in clusters that take turns."""
+    name = f"{n_workers} workers, {N_PARTITIONS} x {N_PARTITIONS} tiny"
+    timing = Timing(name, 0, target=1 / TIME_TARGET)
+    files = {}
+    order = ["stock", "enabled"]
+    for repeat in range(repeats):
+        for side in order:
+            with stock_client(n_workers) as client:
+                if side == "enabled":
+                    dask_gpurt.enable(client)
+                seconds = getattr(timing, f"{side}_s")
+                with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+                    persisting_s(client, shuffled(inputs()))  # it makes the connections
+                    seconds.append(persisting_s(client, shuffled(inputs())))
+                    seconds.append(persisting_s(client, shuffled(inputs())))
+                    files[side] = most_open_files(client, partial(once, client))
+        order.reverse()
+        print(f"  {repeat + 1}/{repeats}: {timing.line()}", file=sys.stderr, flush=True)
+    print(timing.line())
     print(f"most open files of a worker: {files} (at most {FILES_TARGET})")
     return timing, files
+
+
+def once(client: Client) -> None:
+    persisting_s(client, shuffled(inputs()))
 
 
 def main() -> None:
@@ -116,7 +132,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--files", type=int, help="limit of open files of each worker")
     options = parser.parse_args()
-    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+    settings = {
+        "distributed.worker.multiprocessing-method": "forkserver",
+        "distributed.worker.profile.enabled": False,
+    }
+    with dask.config.set(settings):
         if options.files:
             within_files(options.workers, options.files)
             return

@@ -6,7 +6,7 @@ of a checkout; nothing of it is changed. Two clusters live for the whole run, qu
 and the answers of both sides are compared. Times include reading the Parquet files.
 
     python -m benchmarks.public_tpch --coiled DIR --polars DIR
-    python -m benchmarks.public_tpch --coiled DIR --only "query_[16]$" --repeats 25
+    python -m benchmarks.public_tpch --coiled DIR --only "query_0[16]$" --repeats 25
 
 The second command runs two queries without a shuffle. `--only` is a regular expression here.
 """

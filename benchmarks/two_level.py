@@ -1,7 +1,8 @@
 """A shuffle between two hosts of four workers each: directly, and in two steps by relays.
 
-Network namespaces stand for hosts (`benchmarks.hosts`). One cluster takes turns between both ways.
-Bytes are those of the link, with TCP's and the scheduler's. A link between two workers counts once.
+Network namespaces stand for hosts (`benchmarks.hosts`). There is a cluster for each way, and they
+take turns. Bytes are those of the link, with TCP's and the scheduler's. A link between two workers
+counts once.
 
     python -m benchmarks.two_level
     python -m benchmarks.two_level --rate 800mbit
@@ -93,14 +94,14 @@ def killed(client: Client, n_partitions: int, n_rows: int) -> None:
     wait(inputs)
     (process, *_) = client.run(os.getpid).values()
     before = link_nbytes()
-    result = client.compute(shuffled(inputs, n_partitions)["key"].sum())
+    outputs = client.persist(shuffled(inputs, n_partitions))
     # Half of the bytes cross the link, so the shuffle is in full swing.
     while link_nbytes() - before < nbytes // 5:
-        if result.done():
+        if all(future.done() for future in client.futures_of(outputs)):
             raise SystemExit("the shuffle ended before a relay was killed")
         time.sleep(0.001)
     os.kill(process, signal.SIGKILL)
-    if int(result.result()) != expected:
+    if int(client.compute(outputs["key"].sum()).result()) != expected:
         raise SystemExit("the result is wrong after a relay was killed")
 
 
@@ -117,25 +118,29 @@ def main() -> None:
         if options.latency_ms is not None:
             ends = [(name, f"{NETWORK}.{number}") for number, name in enumerate(names, 1)]
             stack.enter_context(slow_way(ends, options.latency_ms / 1000))
-        client = stack.enter_context(cluster(names, 4))
-        shape(names, options.rate)
-        stack.enter_context(client.as_current())
-        (made,) = frame(numbers_part, n_partitions, n_rows)
-        inputs = client.persist(made)
-        wait(inputs)
+        clients = {way: stack.enter_context(cluster(names, 4)) for way in WAYS}
+        if options.rate:
+            shape(names, options.rate)
+        inputs = {}
+        for way, client in clients.items():
+            configure(client, way)
+            with client.as_current():
+                (made,) = frame(numbers_part, n_partitions, n_rows)
+                inputs[way] = client.persist(made)
+                wait(inputs[way])
         order = list(WAYS)
         for repeat in range(options.repeats + 1):
             for way in order:
-                configure(client, way)
-                run = once(client, inputs, n_partitions)
+                with clients[way].as_current():
+                    run = once(clients[way], inputs[way], n_partitions)
                 if repeat:  # the first runs make connections
                     runs[way].append(run)
             order.reverse()
             print(f"  {repeat}/{options.repeats}", file=sys.stderr, flush=True)
-        del inputs
-        configure(client, "two-level")
+        inputs.clear()
         if options.latency_ms is None:
-            killed(client, n_partitions, n_rows)
+            with clients["two-level"].as_current():
+                killed(clients["two-level"], n_partitions, n_rows)
             print("with a relay killed, the result is right")
     report(runs, has_latency=options.latency_ms is not None)
     write_json(options.json, [], runs=runs, rate=options.rate, latency_ms=options.latency_ms)

@@ -81,6 +81,8 @@ def _log_a_secret() -> None:
 
 @pytest.mark.cluster
 def test_a_bundle_describes_a_cluster(shell: Shell, sides: Sides) -> None:
+    # A worker that another test killed may be about to return.
+    sides.enabled.wait_for_workers(3, timeout=60)
     sides.enabled.run(_log_a_secret)
     address = scheduler_address(sides.enabled)
     done = shell.gpurt("support-bundle", "--scheduler", address, "--out", "found.zip")

@@ -28,6 +28,7 @@ from tests.failure.memory_stage import (
     sum_of,
     sums_of,
 )
+from tests.thoroughness import some
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -62,7 +63,7 @@ def _n_ready(client: Client) -> int:
 
 
 @pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
-@pytest.mark.parametrize("where", ["of the worker", "of all"])
+@pytest.mark.parametrize("where", some(["of all", "of the worker"], 1))
 def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) -> None:
     # With stealing, the faster worker would get most blocks, and the victim might spill none.
     config: dict[str, Any] = {"distributed.scheduler.work-stealing": False}

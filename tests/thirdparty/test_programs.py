@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.processes import WITHOUT_HEARTBEATS, environment
+from tests.thoroughness import some
 
 HERE = Path(__file__).parent
 #: A program takes up to 20 s on an idle core.
@@ -27,9 +28,9 @@ TIMEOUT_S = 300
 
 #: Packages that each program needs besides the runtime's own.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "bags_and_files": (),
     "futures": (),
     "xarray_zarr": ("xarray", "zarr"),
+    "bags_and_files": (),
     "dask_ml_pipeline": ("dask_ml",),
     "flox_groups": ("flox",),
     "geopandas_join": ("dask_geopandas",),
@@ -106,7 +107,7 @@ def assert_same(enabled: object, stock: object) -> None:
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(2 * TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", some(PROGRAMS, 2))
 def test_program_gives_results_of_dask_without_a_traceback(name: str, tmp_path: Path) -> None:
     for package in PROGRAMS[name]:
         pytest.importorskip(package, reason=f"{package} of the thirdparty extra is not installed")
