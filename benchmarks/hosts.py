@@ -45,6 +45,8 @@ def hosts(n: int) -> Iterator[list[str]]:
             run("ip", "netns", "add", name)
             stack.callback(run, "ip", "netns", "del", name)
             run(*f"ip link add gpurt-v{number} type veth peer name eth0 netns {name}".split())
+            # A process that is about to end may keep the namespace, and with it the other end.
+            stack.callback(run, "ip", "link", "del", f"gpurt-v{number}")
             run("ip", "link", "set", f"gpurt-v{number}", "master", BRIDGE, "up")
             run(*f"ip -n {name} addr add {NETWORK}.{number}/24 dev eth0".split())
             run(*f"ip -n {name} link set eth0 up".split())
@@ -74,17 +76,17 @@ def cluster(names: list[str], workers_each: int = 1) -> Iterator[Client]:
         try:
             for number, name in enumerate(names, 1):
                 options = f"--host {NETWORK}.{number} --nthreads 1 --no-nanny --no-dashboard"
-                command = [sys.executable, "-m", "dask", "worker", address, *options.split()]
-                command = ["ip", "netns", "exec", name, *command]
-                processes += [
-                    subprocess.Popen(command, stderr=subprocess.DEVNULL)
-                    for _ in range(workers_each)
-                ]
+                worker = f"{sys.executable} -m dask worker {address} {options} &"
+                # Processes of a host see each other, and none of another host: they share memory
+                # as they would on real hosts.
+                alone = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]
+                command = ["ip", "netns", "exec", name, *alone, workers_each * worker + " wait"]
+                processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
             with Client(made, set_as_default=False) as client:
                 client.wait_for_workers(len(names) * workers_each, timeout=60)
                 yield client
         finally:
             for process in processes:
-                process.terminate()
+                process.kill()  # `unshare` ignores other signals, and takes its workers along
             for process in processes:
                 process.wait()

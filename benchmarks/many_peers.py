@@ -197,7 +197,7 @@ async def _message_size_s(dask_worker: Worker, n_paths: int) -> float:
     adapter: Any = SimpleNamespace()
     links = runtime_of(dask_worker).links
     names = [f"tcp://10.0.{number // 250}.{number % 250}:1" for number in range(n_paths)]
-    messenger = Messenger(run, dask_worker, settings, adapter, names)
+    messenger = Messenger(run, dask_worker, settings, adapter, names, len(names))
     for number, name in enumerate(names):
 
         async def call(data: Any, is_far: int = number % 8) -> Any:

@@ -76,23 +76,23 @@ def limit_files(n_files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
 
 
-def answer(client: Client) -> tuple[int, int]:
-    """Shuffle with the runtime; return the number of rows, and a sum that depends on all rows."""
-    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-        rows = shuffled(inputs())
-        count, keys = dask.compute(rows.map_partitions(len).sum(), rows["key"].sum())
+def answer(rows: dd.DataFrame, **how: Any) -> tuple[int, int]:
+    """Return the number of rows, and a sum that depends on all rows."""
+    count, keys = dask.compute(rows.map_partitions(len).sum(), rows["key"].sum(), **how)
     return int(count), int(keys)
 
 
 def within_files(n_workers: int, n_files: int) -> None:
     """Shuffle with few files allowed, and check the result."""
-    with stock_client(n_workers) as client:
-        expected = answer(client)
+    expected = answer(*inputs(), scheduler="sync")
+    found: list[Any] = []
+    with stock_client(n_workers) as client, client.as_current():
         client.run(limit_files, n_files)
         dask_gpurt.enable(client)
         began = time.perf_counter()
-        found: list[Any] = []
-        most = most_open_files(client, lambda: found.append(answer(client)))
+        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            rows = shuffled(inputs())
+            most = most_open_files(client, lambda: found.append(answer(rows)))
     if found != [expected]:
         raise SystemExit(f"with {n_files} files: {found[0]} instead of {expected}")
     print(f"{n_workers} workers of {n_files} files: right, {time.perf_counter() - began:.1f} s,")

@@ -16,6 +16,9 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES
 
 #: Messages in flight to one peer. Two hide the wait for the acknowledgement.
 N_MESSAGES = 2
+#: With more peers than this, one message to each is enough: others hide the wait. A second one
+#: would cost both sides an open file.
+FEW_PEERS = 32
 #: Part of a worker's memory limit for messages that arrive.
 _SHARE = 1 / 8
 #: Up to this many senders need no credit: together they send about 128 MiB.
@@ -53,6 +56,11 @@ def pace(message_nbytes: int, credit_nbytes: int) -> tuple[int, int]:
     if each_nbytes > SHARD_TARGET_NBYTES:
         return min(message_nbytes, each_nbytes - SHARD_TARGET_NBYTES), N_MESSAGES
     return min(message_nbytes, max(1, credit_nbytes - SHARD_TARGET_NBYTES)), 1
+
+
+def most_messages(n_peers: int) -> int:
+    """Return the messages that may be in flight to each of so many peers."""
+    return N_MESSAGES if n_peers <= FEW_PEERS else 1
 
 
 def in_turn(workers: Sequence[str], own: str) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
 #: Whether the message carries a part itself, and the part's length.
 _PART = struct.Struct("<?Q")
+#: The system reports the end of so many peers. Each costs a second open file; more are checked.
+_MOST_WATCHED = 32
 #: Interval of checks for dead peers, where the system does not report them.
 _POLL_S = 1.0
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
@@ -147,7 +149,7 @@ class Borrower:
         try:
             # Watch first: if the process ends in between, the watch sees it and its id is not
             # reused.
-            pidfd = process_fd(pid)
+            pidfd = process_fd(pid) if len(self._loans) < _MOST_WATCHED else None
             started = "" if pidfd is not None else process_start(pid)
         except OSError as error:
             raise TransportError(

@@ -145,7 +145,7 @@ def test_missing_huge_pages_are_reported(monkeypatch: pytest.MonkeyPatch, policy
 
 @pytest.mark.parametrize(
     ("limits", "level", "n_workers"),
-    [((256, 1024), "note", "65"), ((1024, 65536), "ok", "4,097"), ((-1, -1), "ok", "4,097")],
+    [((256, 1024), "note", "129"), ((1024, 65536), "ok", "8,193"), ((-1, -1), "ok", "8,193")],
 )
 def test_workers_that_open_files_are_enough_for(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], level: str, n_workers: str

@@ -45,6 +45,10 @@ def test_few_senders_are_not_limited(memory_nbytes, n_senders):
         assert credits.pace(message_nbytes, credit_nbytes) == (message_nbytes, 2)
 
 
+def test_many_peers_get_one_message_each():
+    assert [credits.most_messages(n) for n in (1, 32, 33, 1000)] == [2, 2, 1, 1]
+
+
 def test_sizes_fall_as_senders_come():
     found = [credits.pace(MESSAGE_NBYTES, credits.part_nbytes(16 * GIB, n)) for n in range(1, 5000)]
     sent_nbytes = [size * n_messages for size, n_messages in found]

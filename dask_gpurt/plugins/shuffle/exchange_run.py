@@ -127,7 +127,8 @@ class ExchangeRun:
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._peers = in_turn(self._plan.workers, self.local_address)
         self._routing = Routing(self.local_address, self._plan.workers, settings.routing)
-        self._messenger = Messenger(self, worker, settings, adapter, self._peers)
+        n_hops = len({self._routing.hop(peer) for peer in self._peers})
+        self._messenger = Messenger(self, worker, settings, adapter, self._peers, n_hops)
         self._send_budget = state.send_budget(settings)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,

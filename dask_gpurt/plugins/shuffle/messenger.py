@@ -65,6 +65,8 @@ class Messenger:
         Knows where in a shard bytes of one kind are.
     peers
         Other workers that own partitions of the run.
+    n_hops
+        Number of workers that this one sends to: its peers, or relays for them.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Messenger:
         settings: ShuffleSettings,
         adapter: BodyAdapter,
         peers: Collection[str],
+        n_hops: int,
     ) -> None:
         self._run = run
         self._worker = worker
@@ -81,6 +84,7 @@ class Messenger:
         self._adapter = adapter
         self._state = runtime_of(worker)
         self._n_peers = len(peers)
+        self._most_messages = credits.most_messages(n_hops)
         #: What peers allow. Until a peer's first answer, as much as this worker would allow it.
         self._credits: dict[str, int] = {}
         self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, len(peers))
@@ -203,7 +207,7 @@ class Messenger:
 
     def n_messages(self, address: str) -> int:
         """Return the messages that may be in flight to a peer."""
-        return self._pace(address)[1]
+        return min(self._pace(address)[1], self._most_messages)
 
     def _pace(self, address: str) -> tuple[int, int]:
         settings, links = self._settings, self._state.links

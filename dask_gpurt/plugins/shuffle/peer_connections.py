@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import ConnectionPool
 
 from dask_gpurt.plugins.patches.connections import LostPeers
-from dask_gpurt.shuffle.credits import N_MESSAGES
+from dask_gpurt.shuffle.credits import FEW_PEERS, N_MESSAGES
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -55,12 +55,16 @@ def needed_files(n_workers: int) -> int:
 
     With fewer, it closes connections between messages, and makes new ones.
     """
-    return N_MESSAGES * _FILES_EACH * (n_workers - 1)
+    n_peers = n_workers - 1
+    # A few peers get more connections each than many do.
+    return _FILES_EACH * max(n_peers, N_MESSAGES * min(n_peers, FEW_PEERS))
 
 
 def most_workers(n_files: int) -> int:
     """Return the number of workers for which this many open files are enough."""
-    return n_files // (N_MESSAGES * _FILES_EACH) + 1
+    n_connections = n_files // _FILES_EACH
+    n_peers = n_connections // N_MESSAGES
+    return (n_connections if n_peers >= FEW_PEERS else n_peers) + 1
 
 
 class PeerConnections:

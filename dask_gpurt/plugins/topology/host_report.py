@@ -33,6 +33,8 @@ _NETWORK = Path("/proc/self/ns/net")
 #: Size of one part of a probe message. All parts are the same random bytes. Compression, if any,
 #: works part by part, so a message does not shrink.
 _PART_NBYTES = 2**20
+#: With more connections of Dask's than this, idle ones are closed after a probe.
+_MOST_CONNECTIONS = 32
 #: Number of empty messages. The fastest one gives the latency.
 _N_EMPTY = 3
 
@@ -71,6 +73,10 @@ class HostReporter:
         except (OSError, ValueError) as error:
             # ValueError: an address of a kind that Dask does not know.
             return {"problem": f"{source} cannot be reached: {error}"}
+        finally:
+            # In a large cluster, idle connections to all others would take many open files.
+            if self._worker.rpc.open > _MOST_CONNECTIONS:
+                self._worker.rpc.collect()
         return {"latency_s": latency_s, "transfers": transfers}
 
     async def _fetch(self, source: str, nbytes: int) -> ProbeTransfer:

@@ -136,8 +136,8 @@ def test_soft_limit_on_open_files_is_raised():
     assert limits_of_a_process(900, 900) == (900, 900, 900)
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 10, 1000])
+@pytest.mark.parametrize("n_workers", [1, 2, 10, 33, 34, 64, 65, 66, 1000])
 def test_needed_files_are_enough(n_workers):
     n_files = peer_connections.needed_files(n_workers)
-    assert peer_connections.most_workers(n_files) == n_workers
-    assert n_workers == 1 or peer_connections.most_workers(n_files - 1) == n_workers - 1
+    assert peer_connections.most_workers(n_files) >= n_workers
+    assert n_workers == 1 or peer_connections.most_workers(n_files - 1) < n_workers
