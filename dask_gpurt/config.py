@@ -153,6 +153,19 @@ class PlacementSettings:
     policy: Literal["auto", "data-aware", "stock"]
 
 
+@dataclass(frozen=True)
+class CollectiveSettings:
+    """Settings of collective operations.
+
+    Attributes
+    ----------
+    enabled
+        Whether replicas that a client asks for are broadcast, and stay.
+    """
+
+    enabled: bool
+
+
 #: The value of `gpurt.topology.file` for machines that workers report.
 DISCOVERED = "auto"
 
@@ -186,6 +199,7 @@ class Settings:
     memory: MemorySettings
     devices: DeviceSettings
     placement: PlacementSettings
+    collectives: CollectiveSettings
     topology: TopologySettings
 
     def to_plain(self) -> dict[str, Any]:
@@ -228,6 +242,7 @@ _SECTIONS: dict[str, type[Any]] = {
     "memory": MemorySettings,
     "devices": DeviceSettings,
     "placement": PlacementSettings,
+    "collectives": CollectiveSettings,
     "topology": TopologySettings,
 }
 #: Attribute of `Settings` for each key that differs from its attribute's name.
@@ -299,6 +314,7 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             enabled=_flag(get, "placement.enabled"),
             policy=_choice(get, "placement.policy"),
         ),
+        collectives=CollectiveSettings(enabled=_flag(get, "collectives.enabled")),
         topology=TopologySettings(file, text, probe=_switch(get, "topology.probe")),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dask_gpurt.config import (
+    CollectiveSettings,
     DeviceSettings,
     MemorySettings,
     PlacementSettings,
@@ -38,6 +39,7 @@ DEFAULTS = Settings(
         replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
+    collectives=CollectiveSettings(enabled=True),
     placement=PlacementSettings(enabled=True, policy="auto"),
     topology=TopologySettings(file="auto", text=None, probe="auto"),
 )

@@ -62,6 +62,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
+    "collectives": (set(), {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
     # The subprocess removes files that a killed worker leaves.
@@ -74,6 +75,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         {
             "",
             "codecs",
+            "collectives",
             "config",
             "devices",
             "errors",

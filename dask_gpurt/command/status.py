@@ -91,6 +91,10 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     rows += _topology(found.get("topology"))
     runs = found["runs"]
     rows += [("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask")]
+    if (sent := found.get("broadcasts")) and sent["values"]:
+        made = f"{sent['values']} values, {sent['copies']} copies"
+        moved = f"{format_bytes(sent['nbytes'])} in {sent['seconds']:.1f} s"
+        rows += [("broadcasts", f"{made}, {moved}")]
     lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)

@@ -20,6 +20,8 @@ MAX_KEYS = 100_000
 _MAX_DEPTH = 32
 #: Most rows in a partition: above any real count, and low enough that sums stay exact.
 _MAX_ROWS = 2**48
+#: Most bytes in a part of a value: more than any memory, so a real limit comes after the sum.
+_MAX_NBYTES = 2**50
 
 
 def name(what: str, value: Any) -> str:
@@ -40,6 +42,16 @@ def count(what: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_KEYS:
         raise _wrong(what, value, f"a number from 0 to {MAX_KEYS}")
     return value
+
+
+def lengths(value: Any) -> list[int]:
+    """Check the bytes of each part of a value."""
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_KEYS:
+        raise _wrong("lengths", value, f"a list of at most {MAX_KEYS} numbers")
+    for nbytes in value:
+        if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
+            raise _wrong("lengths", nbytes, f"numbers from 0 to {_MAX_NBYTES}")
+    return list(value)
 
 
 def problem(value: Any) -> str | None:

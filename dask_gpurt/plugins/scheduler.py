@@ -24,12 +24,13 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.collectives.broadcaster import Broadcaster
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
-from dask_gpurt.plugins.patches.lost_values import LostValues
 from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
+from dask_gpurt.plugins.patches.values.lost_values import LostValues
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
@@ -128,6 +129,7 @@ class GpurtScheduler(SchedulerPlugin):
         #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
+        self.broadcaster: Broadcaster | None = None
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
@@ -156,12 +158,16 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
-        self._swap = p2p.SpecSwap(
-            scheduler, self._choose, self._wait_for_reports, self.ready.__contains__
-        )
-        self._restarts = Restarts(scheduler)
+        is_ready = self.ready.__contains__
         self._lost_values = LostValues(scheduler)
-        self._owners = OutputOwners(scheduler)
+        self._replaced: list[Any] = [
+            p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, is_ready),
+            Restarts(scheduler),
+            OutputOwners(scheduler),
+        ]
+        if self.settings.collectives.enabled:
+            self.broadcaster = Broadcaster(scheduler, self.ready)
+            self._replaced.append(self.broadcaster)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
@@ -279,12 +285,9 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
-        self._swap.uninstall()
-        self._restarts.uninstall()
-        self._owners.uninstall()
-        self.gpurt_page.uninstall()
+        for one in (*self._replaced, self.gpurt_page):
+            one.uninstall()
         self._stop_placement()
-        # Wake new shuffles that wait for joining workers.
         self._wake_waiting_runs()
         # `gpurt_status` stays, to report that and why the runtime is off. The three `lasting`
         # handlers stay until workers have handed back their values, sent their final counters, and
@@ -477,6 +480,7 @@ class GpurtScheduler(SchedulerPlugin):
                 {"what": what, "why": why, "count": n} for (what, why), n in self.fallbacks.items()
             ],
             "placement": None if self.placement is None else self.placement.summary(),
+            "broadcasts": None if self.broadcaster is None else self.broadcaster.report(),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
             "departed": self.tally.departed(),

@@ -23,6 +23,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.collectives.worker_broadcasts import WorkerBroadcasts
 from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
@@ -395,7 +396,9 @@ class Attachment:
 
         self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
         self._host = HostReporter(worker)
+        self._broadcasts = WorkerBroadcasts(worker, state)
         handlers = (
+            *self._broadcasts.handlers(),
             self.gpurt_report,
             self.gpurt_explain,
             self._glance.gpurt_glance,
@@ -454,6 +457,7 @@ class Attachment:
         await asyncio.shield(self._detaching)
 
     def _uninstall(self) -> None:
+        self._broadcasts.close()
         self._counter_sender.leave()
         self._gc_freeze.close()
         self._reads.uninstall()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed.metrics import time
 
 from dask_gpurt.placement.cost import Task, WorkerSnapshot, costs, steal_pays
-from dask_gpurt.plugins.patches.failed_moves import FailedMoves
 from dask_gpurt.plugins.patches.task_placement import DecisionSwap
+from dask_gpurt.plugins.patches.values.failed_moves import FailedMoves
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement.early_stealing import EarlyStealing

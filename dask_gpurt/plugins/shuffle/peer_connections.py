@@ -79,7 +79,11 @@ class PeerConnections:
         _pools.add(self)
 
     async def receive(self, address: str, **message: Any) -> dict[str, Any]:
-        """Call a peer's handler for shuffle messages, and return its answer.
+        """Call a peer's handler for shuffle messages, and return its answer. Raises as `call`."""
+        return await self.call(address, "shuffle_receive", **message)
+
+    async def call(self, address: str, handler: str, **message: Any) -> dict[str, Any]:
+        """Call a peer's handler, and return its answer.
 
         Raises
         ------
@@ -89,7 +93,7 @@ class PeerConnections:
         self._n_calls += 1
         try:
             pool = await self.pool()
-            answer: dict[str, Any] = await pool(address).shuffle_receive(**message)
+            answer: dict[str, Any] = await getattr(pool(address), handler)(**message)
             return answer
         finally:
             self._n_calls -= 1

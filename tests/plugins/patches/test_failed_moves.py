@@ -11,7 +11,7 @@ from distributed import Client, LocalCluster, Scheduler, wait
 from distributed.core import error_message
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.plugins.patches.failed_moves import FailedMoves
+from dask_gpurt.plugins.patches.values.failed_moves import FailedMoves
 
 
 class Unsendable:

@@ -12,7 +12,7 @@ from distributed.queues import QueueExtension
 from distributed.scheduler import SchedulerState
 from distributed.variable import VariableExtension
 
-from dask_gpurt.plugins.patches.lost_values import LostValues
+from dask_gpurt.plugins.patches.values.lost_values import LostValues
 
 
 @pytest.fixture

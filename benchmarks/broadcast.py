@@ -1,0 +1,108 @@
+"""A value that a program copies to all workers: seconds, bytes, and whether the copies stay.
+
+Network namespaces stand for hosts (`benchmarks.hosts`), and the bytes are those of their links. Two
+clusters on the same hosts take turns. One of them has the runtime.
+
+    python -m benchmarks.broadcast
+    python -m benchmarks.broadcast --hosts 2 --workers-each 4
+    python -m benchmarks.broadcast --how replicate --rate 8gbit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Client, wait
+
+import dask_gpurt
+from benchmarks.harness import Sides, arguments, settle, write_json
+from benchmarks.hosts import cluster, hosts, shape
+
+#: Bytes of the value at full scale.
+NBYTES = 200_000_000
+#: How long copies are watched: stock Dask removes them every two seconds.
+WATCHED_S = 10.0
+
+
+def received_nbytes(n_hosts: int) -> list[int]:
+    """Return the bytes that each host has received over its link."""
+    # The bridge's end of a host's link: it sends what the host receives.
+    paths = [Path(f"/sys/class/net/gpurt-v{number + 1}/statistics") for number in range(n_hosts)]
+    return [int((path / "tx_bytes").read_text()) for path in paths]
+
+
+def once(client: Client, how: str, nbytes: int, n_hosts: int) -> dict[str, Any]:
+    """Copy a value to all workers; return the seconds and the bytes of the busiest link."""
+    value = np.random.default_rng(1).bytes(nbytes)
+    before = received_nbytes(n_hosts)
+    began = time.perf_counter()
+    if how == "scatter":
+        future = client.scatter(np.frombuffer(value, np.uint8), broadcast=True, hash=False)
+    else:
+        future = client.submit(np.zeros, nbytes, np.uint8, pure=False)
+        wait(future)
+        before = received_nbytes(n_hosts)
+        began = time.perf_counter()
+        client.replicate(future)
+    wall_s = time.perf_counter() - began
+    after = received_nbytes(n_hosts)
+    n_holders = len(client.who_has(future)[future.key])
+    del future
+    settle(client)
+    busiest = max(b - a for a, b in zip(before, after, strict=True))
+    return {"wall_s": wall_s, "link_nbytes": busiest, "holders": n_holders}
+
+
+def kept(client: Client, nbytes: int) -> int:
+    """Return the number of copies some seconds after they were made."""
+    future = client.scatter(np.zeros(nbytes, np.uint8), broadcast=True, hash=False)
+    time.sleep(WATCHED_S)
+    return len(client.who_has(future)[future.key])
+
+
+def main() -> None:
+    parser = arguments((__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--workers-each", type=int, default=1)
+    parser.add_argument("--rate", default="1600mbit", help="rate of each host's link")
+    parser.add_argument("--how", choices=["scatter", "replicate"], default="scatter")
+    options = parser.parse_args()
+    nbytes = int(NBYTES * options.scale)
+    runs: dict[str, list[dict[str, Any]]] = {"stock": [], "enabled": []}
+    with contextlib.ExitStack() as stack:
+        names = stack.enter_context(hosts(options.hosts))
+        one, other = (stack.enter_context(cluster(names, options.workers_each)) for _ in range(2))
+        dask_gpurt.enable(other)
+        shape(names, options.rate)
+        order = list(Sides(one, other).both())
+        for repeat in range(options.repeats + 1):
+            for side, client in order:
+                run = once(client, options.how, nbytes, options.hosts)
+                if repeat:
+                    runs[side].append(run)
+            order.reverse()
+            print(f"  {repeat}/{options.repeats}", file=sys.stderr, flush=True)
+        stays = {side: kept(client, nbytes) for side, client in order}
+    median = {
+        (side, what): statistics.median(run[what] for run in found)
+        for side, found in runs.items()
+        for what in ("wall_s", "link_nbytes", "holders")
+    }
+    for side in runs:
+        print(
+            f"{side:8} {median[side, 'wall_s']:7.3f} s"
+            f"  {median[side, 'link_nbytes'] / nbytes:5.2f} values into the busiest host"
+            f"  on {median[side, 'holders']:.0f} workers, {WATCHED_S:.0f} s later on {stays[side]}"
+        )
+    print(f"ratio {median['enabled', 'wall_s'] / median['stock', 'wall_s']:.2f}")
+    write_json(options.json, [], runs=runs, stays=stays, nbytes=nbytes, rate=options.rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""One broadcast on one worker: it receives the slices of a value, and hands them on.
+
+Slices go from host to host, and inside each host to all workers of the broadcast
+(`collectives.two_level`). A worker sends a slice as soon as it has it, and up to `WINDOW` slices to
+each peer at a time. A peer answers when it has a slice, so nothing piles up at a slow one.
+
+If a peer fails, its sender also sends to those that the peer would have sent to.
+
+Slices travel as messages of shuffles do: over shared memory, UCX or Dask's connections, with a
+checksum if they leave the host. On the event loop; copies are made in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from dask_gpurt.collectives import two_level
+from dask_gpurt.collectives.steps import slice_bounds
+from dask_gpurt.devices.host_memory.pool import Tenant
+from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
+from dask_gpurt.plugins.shuffle.payloads import is_inline
+from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.shuffle.routing import host_of
+from dask_gpurt.transport import wire
+
+if TYPE_CHECKING:
+    from dask_gpurt.plugins.shuffle.transport_choice import Links
+    from dask_gpurt.plugins.shuffle.transports import Transport
+
+logger = logging.getLogger("dask_gpurt")
+
+Buffer = npt.NDArray[np.uint8]
+
+#: Slices under way to each peer. With one, a link would idle while an answer is on its way.
+WINDOW = 2
+#: Longest time without a new slice, after which a broadcast has failed here.
+PATIENCE_S = 30.0
+#: Number of a slice, its bytes, and its checksum or 0.
+_HEADER = struct.Struct("<QQQ")
+_NO_BYTES = np.empty(0, dtype=np.uint8)
+
+
+class BroadcastRun:
+    """One worker's part in a broadcast.
+
+    Parameters
+    ----------
+    name
+        Identifies the broadcast on all of its workers.
+    workers
+        Addresses of the workers; the first one has the value.
+    rank
+        Number of this worker among them.
+    stretches
+        The memory of the value's bytes, in order: filled if this is the first worker.
+    n_slices
+        Slices that the value is cut into.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        name: str,
+        workers: Sequence[str],
+        rank: int,
+        stretches: Sequence[Buffer],
+        n_slices: int,
+    ) -> None:
+        self._links = links
+        self.name = name
+        self._workers, self._rank = workers, rank
+        self._stretches = stretches
+        self._starts = list(accumulate((one.nbytes for one in stretches), initial=0))
+        self._bounds = slice_bounds(self._starts[-1], n_slices)
+        names = [host_of(address) for address in workers]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self._hosts = [numbers[name] for name in names]
+        self._here = [asyncio.Event() for _ in range(n_slices)]
+        if rank == 0:
+            for one in self._here:
+                one.set()
+        #: Copies of slices that peers on this host read, until all of them have read.
+        self._lent: dict[int, asyncio.Task[Buffer]] = {}
+        self._n_read: Counter[int] = Counter()
+        self._tenant = Tenant()
+        mine = self._hosts[rank]
+        self._n_readers = sum(self._hosts[peer] == mine for peer in self._successors(rank))
+
+    async def run(self) -> None:
+        """Receive all slices, and send them to all peers that get them from this worker.
+
+        Raises
+        ------
+        TransportError
+            Nothing arrived for `PATIENCE_S`.
+        """
+        feeding = [asyncio.create_task(self._feed(peer)) for peer in self._successors(self._rank)]
+        try:
+            for number, one in enumerate(self._here):
+                try:
+                    async with asyncio.timeout(PATIENCE_S):
+                        await one.wait()
+                except TimeoutError:
+                    raise TransportError(
+                        f"slice {number} of {len(self._here)} has not arrived in {PATIENCE_S:g} s"
+                    ) from None
+            await asyncio.gather(*feeding)
+        finally:
+            for task in feeding:
+                task.cancel()
+            self._lent.clear()
+            self._tenant.close()
+
+    # ------------------------------------------------------------------ sending
+
+    def _successors(self, rank: int) -> list[int]:
+        """Return the ranks that get their slices from a rank; the one on another host first."""
+        steps = two_level.broadcast(rank, self._hosts, n_slices=1)
+        return [send.peer for step in steps for send in step.sends]
+
+    async def _feed(self, peer: int) -> None:
+        """Send all slices to a peer in order; if it fails, to those that it would have sent to."""
+        room = asyncio.Semaphore(WINDOW)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, here in enumerate(self._here):
+                    await here.wait()
+                    await room.acquire()
+                    sending = group.create_task(self._send(peer, number))
+                    sending.add_done_callback(lambda _: room.release())
+        except* Exception as failed:
+            error = failed.exceptions[0]
+            logger.info("a broadcast goes on without %s: %s", self._workers[peer], error)
+            leaving = self._leave(self._workers[peer])
+            await asyncio.gather(leaving, *map(self._feed, self._successors(peer)))
+
+    async def _leave(self, address: str) -> None:
+        """Tell a peer that it gets no more slices, if it is still there."""
+        with contextlib.suppress(Exception):
+            await self._links.connections.call(address, "gpurt_broadcast_leave", name=self.name)
+
+    async def _send(self, peer: int, number: int) -> None:
+        address = self._workers[peer]
+
+        async def compose(path: Transport) -> Message:
+            if path.is_local:
+                lent = self._lent.get(number)
+                if lent is None:
+                    lent = asyncio.create_task(asyncio.to_thread(self._copied_out, number))
+                    self._lent[number] = lent
+                buffer = await asyncio.shield(lent)
+                return Message(_HEADER.pack(number, buffer.nbytes, 0), [buffer])
+            buffer, checksum = await asyncio.to_thread(self._sealed, number)
+            header = _HEADER.pack(number, buffer.nbytes, checksum)
+            return Message(header, [buffer], wire_nbytes=len(header) + buffer.nbytes)
+
+        async def call(data: dict[str, Any]) -> dict[str, Any]:
+            return await self._links.connections.call(
+                address, "gpurt_broadcast_slice", name=self.name, **data
+            )
+
+        await self._links.deliver(address, "auto", compose, call)
+        if self._hosts[peer] == self._hosts[self._rank]:
+            self._n_read[number] += 1
+            if self._n_read[number] >= self._n_readers:
+                self._lent.pop(number, None)
+
+    def _nbytes(self, number: int) -> int:
+        return self._bounds[number + 1] - self._bounds[number]
+
+    def _parts(self, number: int) -> list[Buffer]:
+        """Return the memory of a slice: parts of the value's stretches."""
+        first, end = self._bounds[number : number + 2]
+        parts = []
+        for stretch, start in zip(self._stretches, self._starts, strict=False):
+            a, b = max(first - start, 0), min(end - start, stretch.nbytes)
+            if a < b:
+                parts.append(stretch[a:b])
+        return parts
+
+    def _copied_out(self, number: int) -> Buffer:
+        """Return a copy of a slice, where peers on this host can read it."""
+        lent = self._tenant.empty(self._links.outgoing, self._nbytes(number), "slices")
+        start = 0
+        for part in self._parts(number):
+            np.copyto(lent[start : start + part.nbytes], part)
+            start += part.nbytes
+        return lent
+
+    def _sealed(self, number: int) -> tuple[Buffer, int]:
+        """Return the bytes of a slice in one stretch, with their checksum."""
+        parts = self._parts(number)
+        buffer = parts[0] if len(parts) == 1 else np.concatenate([_NO_BYTES, *parts])
+        return buffer, wire.checksum([buffer])
+
+    # ------------------------------------------------------------------ receiving
+
+    async def take(self, header: Any, payload: Any) -> None:
+        """Take in a slice from a peer.
+
+        Raises
+        ------
+        ProtocolError
+            The message is malformed.
+        DamagedError
+            The checksum does not match.
+        TransportError
+            The sender must offer its path again.
+        """
+        try:
+            number, nbytes, checksum = _HEADER.unpack(header)
+        except (struct.error, TypeError) as error:
+            raise ProtocolError("not a slice of a broadcast") from error
+        if number >= len(self._here) or nbytes != self._nbytes(number):
+            raise ProtocolError(f"slice {number} of {nbytes} bytes, of {len(self._here)} slices")
+        if self._here[number].is_set():
+            return  # a peer sends it in the place of one that failed
+        parts = self._parts(number)
+
+        def empty(_: int, nbytes: int) -> Buffer:
+            return parts[0] if len(parts) == 1 else np.empty(nbytes, dtype=np.uint8)
+
+        async def in_thread(nbytes: int, read: Any) -> None:
+            await asyncio.to_thread(read)
+
+        (found,) = await self._links.fetch(payload, [nbytes], empty, in_thread)
+        if is_inline(payload) or len(parts) != 1 or checksum:
+            await asyncio.to_thread(_put, found, parts, checksum)
+        self._here[number].set()
+
+
+def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
+    """Check received bytes, and copy them to their place unless they are there."""
+    if checksum and wire.checksum([found]) != checksum:
+        raise DamagedError("a slice of a broadcast arrived damaged")
+    if len(parts) == 1 and np.shares_memory(found, parts[0]):
+        return
+    start = 0
+    for part in parts:
+        np.copyto(part, found[start : start + part.nbytes])
+        start += part.nbytes
+
+
+async def spread(
+    links: Links,
+    address: str,
+    key: Any,
+    header: Any,
+    stretches: Sequence[Buffer],
+    workers: Sequence[str],
+    n_slices: int,
+) -> dict[str, dict[str, Any]]:
+    """Send a value from here to these workers.
+
+    Parameters
+    ----------
+    address
+        Address of the sender.
+    header, stretches
+        The value, as `patches.values.replicate.serialize` returns it.
+
+    Returns
+    -------
+    dict
+        `reached`: for each worker that has the value now, its size there in bytes. `failed`: for
+        each other one, the reason.
+    """
+
+    async def ask(peers: Sequence[str], handler: str, **message: Any) -> dict[str, dict[str, Any]]:
+        """Call a handler of other workers; a failure is an answer with the reason."""
+
+        async def one(peer: str) -> dict[str, Any]:
+            try:
+                return dict(await links.connections.call(peer, handler, name=name, **message))
+            except Exception as error:  # the peer is gone, or it raised this
+                return {"why_not": str(error) or type(error).__name__}
+
+        return dict(zip(peers, await asyncio.gather(*map(one, peers)), strict=True))
+
+    def failed(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
+        return {peer: str(one["why_not"]) for peer, one in answers.items() if one.get("why_not")}
+
+    name = uuid4().hex
+    n_slices = max(1, min(n_slices, sum(one.nbytes for one in stretches)))
+    answers = await ask(
+        workers,
+        "gpurt_broadcast_join",
+        key=key,
+        workers=[address, *workers],
+        header=header,
+        lengths=[one.nbytes for one in stretches],
+        n_slices=n_slices,
+    )
+    if absent := failed(answers):
+        # Without a worker, slices have another way. The caller may try again.
+        await ask([one for one in workers if one not in absent], "gpurt_broadcast_leave")
+        return {"reached": {}, "failed": absent}
+    run = BroadcastRun(links, name, [address, *workers], 0, stretches, n_slices)
+    sending = asyncio.ensure_future(run.run())
+    try:
+        answers = await ask(workers, "gpurt_broadcast_end")
+    finally:
+        sending.cancel()
+    absent = failed(answers)
+    reached = {one: answers[one]["nbytes"] for one in workers if one not in absent}
+    return {"reached": reached, "failed": absent}

@@ -1,0 +1,177 @@
+"""The scheduler's side of broadcasts: who gets a value from whom, and another try without the dead.
+
+Stock Dask copies a value in rounds: each worker that has it gives it to two others, as a whole, and
+serialises it again. Here one worker serialises it once. Slices go from host to host, so each passes
+a network card once, and inside a host through its shared memory.
+
+Stock Dask makes all copies that are missing in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+
+from dask_gpurt.collectives.choice import LinkCosts, RankGroup
+from dask_gpurt.errors import DamagedError
+from dask_gpurt.plugins.collectives.broadcast_run import spread
+from dask_gpurt.plugins.patches.p2p import to_serialize
+from dask_gpurt.plugins.patches.values.replicate import KeptReplicas, ReplicateSwap, stretches_of
+from dask_gpurt.shuffle.routing import host_of
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.protocol.serialize import Serialized
+    from distributed.scheduler import TaskState, WorkerState
+
+logger = logging.getLogger("dask_gpurt")
+
+#: Smaller values are left to stock Dask: a copy takes less than the preparation.
+LEAST_NBYTES = 1 << 20
+#: Fewer copies are left to stock Dask, which makes two at once.
+LEAST_COPIES = 2
+#: Number of tries, each without the workers that failed before.
+N_TRIES = 3
+#: Costs of messages of Dask, between hosts of an ordinary network. They decide about slices only.
+_COSTS = LinkCosts(hop_s=2e-3, message_s=1e-3, rate=1.25e9, inside_rate=5e9)
+
+
+class Broadcaster:
+    """The broadcasts of one cluster, until `uninstall`.
+
+    Parameters
+    ----------
+    ready
+        Addresses of workers that run the runtime.
+    """
+
+    def __init__(self, scheduler: Scheduler, ready: Collection[str]) -> None:
+        self._scheduler = scheduler
+        self._ready = ready
+        self._kept = KeptReplicas(scheduler)
+        self._swap = ReplicateSwap(scheduler, self.broadcast, self.scatter, self._kept.keep)
+        self.n_values = self.n_copies = self.nbytes = 0
+        self.seconds = 0.0
+
+    def uninstall(self) -> None:
+        """Restore stock Dask's replication."""
+        self._swap.uninstall()
+        self._kept.uninstall()
+
+    def report(self) -> dict[str, Any]:
+        """Return what was broadcast."""
+        return {
+            "values": self.n_values,
+            "copies": self.n_copies,
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+        }
+
+    async def broadcast(self, ts: TaskState, targets: Collection[WorkerState]) -> None:
+        """Copy a value to workers that lack it, as far as that works."""
+        if ts.get_nbytes() < LEAST_NBYTES:
+            return
+        failed: set[str] = set()
+        for _ in range(N_TRIES):
+            holders = [ws for ws in ts.who_has or () if self._can(ws, failed)]
+            missing = [
+                ws for ws in targets if ws not in (ts.who_has or ()) and self._can(ws, failed)
+            ]
+            if not holders or len(missing) < LEAST_COPIES:
+                return
+            failed |= await self._try(ts, min(holders, key=lambda ws: ws.address), missing)
+            if not failed:
+                return
+
+    def _can(self, ws: WorkerState, failed: Collection[str]) -> bool:
+        return ws.address in self._ready and ws.address not in failed
+
+    async def _try(self, ts: TaskState, root: WorkerState, missing: list[WorkerState]) -> set[str]:
+        """Broadcast once; return the workers that failed."""
+        others, n_slices = self._way(root.address, missing, nbytes := ts.get_nbytes())
+        began_s = time()
+        try:
+            answer = await self._scheduler.rpc(root.address).gpurt_broadcast(
+                key=ts.key, workers=others, n_slices=n_slices
+            )
+        except Exception as error:
+            # The value cannot be pickled, or the worker is gone: stock Dask says so in its way.
+            logger.info("a broadcast of %r failed: %r; stock Dask copies it", ts.key, error)
+            return {root.address}
+        for address in answer["reached"]:
+            ws = self._scheduler.workers.get(address)
+            if ws is not None and self._scheduler.tasks.get(ts.key) is ts and ts.state == "memory":
+                self._scheduler.add_replica(ts, ws)
+            else:  # the client has dropped it meanwhile
+                message = {"op": "free-keys", "keys": [ts.key], "stimulus_id": f"gpurt-{began_s}"}
+                self._scheduler.worker_send(address, message)
+        self._count(ts.key, nbytes, answer, time() - began_s)
+        return set(answer["failed"])
+
+    async def scatter(
+        self, key: Any, value: Serialized, targets: Collection[WorkerState]
+    ) -> dict[str, int]:
+        """SliceSend a client's value to workers; return those that have it, with its size there."""
+        stretches = stretches_of(value)
+        nbytes = sum(one.nbytes for one in stretches)
+        workers = [ws for ws in targets if ws.address in self._ready]
+        if nbytes < LEAST_NBYTES or len(workers) <= LEAST_COPIES:
+            return {}
+        # No worker shares the scheduler's host in this: it has no shared memory.
+        name = "scheduler://"
+        others, n_slices = self._way(name, workers, nbytes)
+        began_s = time()
+        answer = await spread(
+            _SchedulerLinks(self._scheduler),  # type: ignore[arg-type]
+            name,
+            key,
+            value.header,
+            stretches,
+            others,
+            n_slices,
+        )
+        self._count(key, nbytes, answer, time() - began_s)
+        return answer["reached"]
+
+    def _way(
+        self, root: str, workers: Collection[WorkerState], nbytes: int
+    ) -> tuple[list[str], int]:
+        """Return the workers in the order in which slices reach them, and the number of slices."""
+        here = host_of(root)
+        others = sorted((ws.address for ws in workers), key=lambda one: (host_of(one) != here, one))
+        hosts = [host_of(one) for one in [root, *others]]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        return others, RankGroup([numbers[one] for one in hosts]).chain_slices(nbytes, _COSTS)
+
+    def _count(self, key: Any, nbytes: int, answer: dict[str, Any], seconds: float) -> None:
+        self.n_values += 1
+        self.n_copies += len(answer["reached"])
+        self.nbytes += nbytes * len(answer["reached"])
+        self.seconds += seconds
+        for address, why in answer["failed"].items():
+            logger.warning("a broadcast of %r did not reach %s: %s", key, address, why)
+
+
+class _SchedulerLinks:
+    """The links of the scheduler: Dask's own connections. As `Links`, for a `BroadcastRun`."""
+
+    is_local = False
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.connections = self
+
+    async def call(self, address: str, handler: str, **message: Any) -> Any:
+        return await getattr(self._scheduler.rpc(address), handler)(**message)
+
+    async def deliver(self, address: str, transport: str, compose: Any, call: Any) -> Any:
+        message = await compose(self)
+        payload = [to_serialize(buffer.data) for buffer in message.buffers]
+        for _ in range(N_TRIES):
+            answer = await call({"header": message.header, "payload": payload})
+            if answer["status"] == "OK":
+                return message
+        raise DamagedError(f"{N_TRIES} times in a row a slice to {address} arrived damaged")

@@ -1,0 +1,160 @@
+"""The broadcasts of one worker: it serialises a value for others, or gets one from another worker.
+
+The scheduler calls `gpurt_broadcast` on a worker that has the value. That worker serialises it once
+and tells the others about it (`gpurt_broadcast_join`). When all have memory for it, slices go their
+way (`gpurt_broadcast_slice`), and each worker says how it ended (`gpurt_broadcast_end`).
+
+A broadcast goes on without a worker that fails. The scheduler is told who has the value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
+from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun, spread
+from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+    from dask_gpurt.plugins.worker import WorkerRuntime
+
+logger = logging.getLogger("dask_gpurt")
+
+
+class WorkerBroadcasts:
+    """The handlers of one worker. On the event loop."""
+
+    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
+        self._worker = worker
+        self._state = state
+        self._runs: dict[str, BroadcastRun] = {}
+        self._ends: dict[str, asyncio.Task[int]] = {}
+
+    def handlers(self) -> list[Callable[..., Awaitable[Any]]]:
+        return [
+            self.gpurt_broadcast,
+            self.gpurt_broadcast_join,
+            self.gpurt_broadcast_leave,
+            self.gpurt_broadcast_slice,
+            self.gpurt_broadcast_end,
+        ]
+
+    async def gpurt_broadcast(
+        self, key: Any, workers: Sequence[str], n_slices: int
+    ) -> dict[str, Any]:
+        """Handler: send a value of this worker to others.
+
+        Returns
+        -------
+        dict
+            `reached`: the workers that have the value. `failed`: for each other one, the reason.
+        """
+        if key not in self._worker.data:
+            return {"reached": [], "failed": {self._worker.address: "it has no such value"}}
+        value = self._worker.data[key]
+        header, stretches = await asyncio.to_thread(serialize, value)
+        del value
+        return await spread(
+            self._state.links, self._worker.address, key, header, stretches, workers, n_slices
+        )
+
+    async def gpurt_broadcast_join(
+        self,
+        name: str,
+        key: Any,
+        workers: Sequence[str],
+        header: Any,
+        lengths: Sequence[int],
+        n_slices: int,
+    ) -> dict[str, Any]:
+        """Handler: prepare for the slices of a value; answer when there is memory for them."""
+        request_checks.name("name", name)
+        request_checks.key(key)
+        nbytes = sum(request_checks.lengths(lengths))
+        if not 0 < request_checks.count("n_slices", n_slices) <= max(1, nbytes):
+            raise ProtocolError(f"{n_slices} slices of {nbytes} bytes")
+        if nbytes > self._state.memory_nbytes:
+            return {"why_not": f"{nbytes} bytes are more than the worker's memory"}
+        if name in self._runs or self._worker.address not in workers:
+            raise ProtocolError("a worker joins a broadcast once, and only its own")
+        try:
+            received = Received(header, lengths, self._state.pool.empty_alone)
+        except MemoryError as error:
+            return {"why_not": str(error)}
+        rank = list(workers).index(self._worker.address)
+        run = BroadcastRun(self._state.links, name, workers, rank, received.stretches, n_slices)
+        self._runs[name] = run
+
+        async def to_its_end() -> int:
+            try:
+                await run.run()
+                value = await asyncio.to_thread(received.value)
+                return take_replica(self._worker, key, value)
+            finally:
+                del self._runs[name]
+
+        task = self._ends[name] = asyncio.create_task(to_its_end())
+        task.add_done_callback(_read)
+        return {"why_not": None}
+
+    async def gpurt_broadcast_leave(self, name: str) -> dict[str, Any]:
+        """Handler: forget a broadcast that does not take place, or goes on without this worker."""
+        if (task := self._ends.pop(request_checks.name("name", name), None)) is not None:
+            task.cancel()
+        return {"why_not": None}
+
+    async def gpurt_broadcast_end(self, name: str) -> dict[str, Any]:
+        """Handler: answer when this worker has the value, or will not get it."""
+        task = self._ends.get(request_checks.name("name", name))
+        if task is None:
+            return {"why_not": "it has left the broadcast"}
+        await asyncio.wait({task})
+        self._ends.pop(name, None)
+        if task.cancelled():
+            return {"why_not": "it has left the broadcast"}
+        if (error := task.exception()) is not None:
+            logger.warning("a broadcast failed here: %s", error)
+            return {"why_not": str(error) or type(error).__name__}
+        return {"why_not": None, "nbytes": task.result()}
+
+    async def gpurt_broadcast_slice(
+        self,
+        name: str,
+        sender: Any = None,
+        header: Any = None,
+        payload: Any = None,
+        offers: Any = None,
+    ) -> dict[str, Any]:
+        """Handler: take in a slice, or a peer's offer of a path."""
+        if offers is not None:
+            return await self._state.links.accept(offers)
+        run = self._runs.get(request_checks.name("name", name))
+        if run is None:
+            raise OSError("the broadcast is over here")
+        try:
+            await run.take(header, payload)
+        except DamagedError as error:
+            logger.warning("%s; the peer sends it again", str(error))
+            return {"status": DAMAGED}
+        except TransportError:
+            return {"status": RELINK}
+        return {"status": "OK"}
+
+    def close(self) -> None:
+        """Leave all broadcasts."""
+        for task in self._ends.values():
+            task.cancel()
+        self._ends.clear()
+
+
+def _read(task: asyncio.Task[int]) -> None:
+    """Read the error of a task that nobody may ask for: asyncio would log it."""
+    if not task.cancelled():
+        task.exception()

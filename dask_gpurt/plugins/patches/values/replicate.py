@@ -1,0 +1,244 @@
+"""Replicas that a client asks for: how they are made, and that they stay.
+
+| what | why | taken back by |
+|---|---|---|
+| `Scheduler.replicate`, `.scatter`, and the handlers of these names | copies values to workers, for
+`Client.replicate` and `scatter(broadcast=True)` | `ReplicateSwap.uninstall` |
+| `Scheduler.add_replica`, `.update_data`, `.running`, `.workers_list` | tells the scheduler of
+copies, and which workers get them | |
+| extension `amm`: `.policies`, `.add_policy`; `ReduceReplicas.run` | removes replicas every two
+seconds, also those that a client asked for (dask/dask#11148) | `KeptReplicas.uninstall` |
+| `Worker.update_data` | gives a worker a replica | |
+| `serialize`, `deserialize`, `Serialized`, `merge_and_deserialize` and `decompress` of
+`distributed.protocol` | a value as frames of bytes, and back | |
+
+Contract tests in `tests/plugins/patches/test_replicate.py` fail when distributed changes any of
+these names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+from distributed.active_memory_manager import ReduceReplicas
+from distributed.protocol import deserialize
+from distributed.protocol import serialize as _serialize
+from distributed.protocol.compression import decompress
+from distributed.protocol.serialize import Serialized, merge_and_deserialize
+
+from dask_gpurt.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from distributed import Scheduler, Worker
+    from distributed.scheduler import TaskState, WorkerState
+
+Buffer = npt.NDArray[np.uint8]
+#: Copies values to all of these workers, as far as it can; stock Dask makes the missing copies.
+Broadcast = Callable[["TaskState", Collection["WorkerState"]], Awaitable[None]]
+#: Copies a serialised value to workers; returns the addresses of those that have it, with its size.
+Scatter = Callable[[Any, Serialized, Collection["WorkerState"]], Awaitable[dict[str, int]]]
+
+
+class ReplicateSwap:
+    """The patch that lets broadcasts make copies first, until `uninstall`.
+
+    Parameters
+    ----------
+    broadcast
+        Copies a value of a worker to others.
+    scatter
+        Copies a value of a client to workers.
+    keep
+        Called with tasks whose replicas a client wants.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        broadcast: Broadcast,
+        scatter: Scatter,
+        keep: Callable[[Iterable[TaskState]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._stock_handlers = {one: scheduler.handlers[one] for one in ("replicate", "scatter")}
+        stock, stock_scatter = scheduler.replicate, scheduler.scatter
+
+        async def replicate(
+            keys: list[Any],
+            n: int | None = None,
+            workers: Iterable[Any] | None = None,
+            branching_factor: int = 2,
+            delete: bool = True,
+            stimulus_id: str | None = None,
+        ) -> dict[str, Any] | None:
+            targets = _targets(scheduler, workers)
+            tasks = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
+            keep(tasks)
+            if n is None or n >= len(targets):
+                for ts in tasks:
+                    await broadcast(ts, targets)
+            return await stock(keys, n, workers, branching_factor, delete, stimulus_id)
+
+        async def gpurt_scatter(
+            data: dict[Any, Any],
+            workers: Iterable[Any] | None,
+            client: str,
+            broadcast: Any = False,
+            timeout: float = 2,
+        ) -> Any:
+            sent: dict[Any, dict[str, int]] = {}
+            if broadcast is True:
+                targets = _targets(scheduler, workers)
+                for key, value in data.items():
+                    if isinstance(value, Serialized) and (
+                        made := await scatter(key, value, targets)
+                    ):
+                        sent[key] = made
+            if sent:
+                scheduler.update_data(
+                    who_has={
+                        key: [address for address in made if address in scheduler.workers]
+                        for key, made in sent.items()
+                    },
+                    nbytes={key: max(made.values()) for key, made in sent.items()},
+                    client=client,
+                )
+            rest = {key: value for key, value in data.items() if key not in sent}
+            if rest:
+                await stock_scatter(rest, workers, client, broadcast, timeout)
+            if sent:  # stock Dask makes the copies that are missing
+                await replicate(list(sent), None, workers)
+            return list(data)
+
+        # Dask inspects the names of a handler's parameters.
+        replicate.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+        gpurt_scatter.__signature__ = inspect.signature(stock_scatter)  # type: ignore[attr-defined]
+        scheduler.replicate = replicate  # type: ignore[method-assign]
+        scheduler.scatter = gpurt_scatter  # type: ignore[method-assign]
+        self._ours: dict[str, Callable[..., Any]]
+        self._ours = {"replicate": replicate, "scatter": gpurt_scatter}
+        scheduler.handlers.update(self._ours)
+
+    def uninstall(self) -> None:
+        """Restore the stock methods and handlers."""
+        for name, ours in self._ours.items():
+            vars(self._scheduler).pop(name, None)
+            if self._scheduler.handlers.get(name) is ours:
+                self._scheduler.handlers[name] = self._stock_handlers[name]
+
+
+def _targets(scheduler: Scheduler, workers: Iterable[Any] | None) -> set[WorkerState]:
+    """Return the running workers among those that a client names; None names all."""
+    if workers is None:
+        return set(scheduler.running)
+    named = {scheduler.workers[address] for address in scheduler.workers_list(workers)}
+    return named & scheduler.running
+
+
+class _KeepWanted(ReduceReplicas):
+    """Stock Dask's policy, without the tasks whose replicas a client wants."""
+
+    def __init__(self, is_kept: Callable[[TaskState], bool]) -> None:
+        self._is_kept = is_kept
+
+    def run(self) -> Any:
+        stock = super().run()
+        answer = None
+        while True:
+            try:
+                suggestion = stock.send(answer)
+            except StopIteration:
+                return
+            answer = None
+            if not self._is_kept(suggestion.ts):
+                answer = yield suggestion
+
+
+class KeptReplicas:
+    """Replicas that stay as long as a client has a future of the value, until `uninstall`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._kept: WeakSet[TaskState] = WeakSet()
+        self._manager: Any = scheduler.extensions.get("amm")
+        policies = self._manager.policies if self._manager is not None else ()
+        self._stock = [one for one in policies if type(one) is ReduceReplicas]
+        self._ours = [_KeepWanted(self._is_kept) for _ in self._stock]
+        self._replace(self._stock, self._ours)
+
+    def keep(self, tasks: Iterable[TaskState]) -> None:
+        """Keep the replicas of these tasks."""
+        self._kept.update(tasks)
+
+    def _is_kept(self, ts: TaskState) -> bool:
+        return ts in self._kept and bool(ts.who_wants)
+
+    def uninstall(self) -> None:
+        """Restore the stock policy."""
+        self._replace(self._ours, self._stock)
+
+    def _replace(self, old: Sequence[Any], new: Sequence[Any]) -> None:
+        for one in old:
+            self._manager.policies.discard(one)
+        for one in new:
+            self._manager.add_policy(one)
+
+
+def take_replica(worker: Worker, key: Any, value: Any) -> int:
+    """Give a worker a replica, and return its size. The caller tells the scheduler."""
+    return int(worker.update_data({key: value})["nbytes"][key])
+
+
+def serialize(value: Any) -> tuple[Any, list[Buffer]]:
+    """Return a value as a header for Dask's messages, and stretches of bytes."""
+    header, frames = _serialize(value, on_error="raise")
+    return header, [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
+
+
+def stretches_of(value: Serialized) -> list[Buffer]:
+    """Return the bytes of a value that another process serialised."""
+    return [np.frombuffer(frame, dtype=np.uint8) for frame in value.frames]
+
+
+class Received:
+    """Memory for a value that arrives in stretches, and the value in it.
+
+    Dask's messages have large frames in parts. Parts of one frame are adjacent here, so that they
+    are a frame again without a copy.
+
+    Parameters
+    ----------
+    lengths
+        Bytes of each stretch.
+    empty
+        Returns memory of so many bytes.
+    """
+
+    def __init__(self, header: Any, lengths: Sequence[int], empty: Callable[[int], Buffer]) -> None:
+        n_parts = header.get("split-num-sub-frames") or [1] * len(lengths)
+        if sum(n_parts) != len(lengths):
+            raise ProtocolError(f"{len(lengths)} stretches instead of {sum(n_parts)}")
+        self._header = header
+        self._frames: list[Buffer] = []
+        self.stretches: list[Buffer] = []
+        left = iter(lengths)
+        for n in n_parts:
+            mine = list(islice(left, n))
+            frame, start = empty(sum(mine)), 0
+            self._frames.append(frame)
+            for nbytes in mine:
+                self.stretches.append(frame[start : start + nbytes])
+                start += nbytes
+
+    def value(self) -> Any:
+        """Return the value once all stretches are filled. It keeps the memory."""
+        header = self._header
+        if any(header.get("compression") or ()):
+            whole = decompress(header, [one.data for one in self.stretches])
+            return merge_and_deserialize(header, whole)
+        return deserialize(header, [one.data for one in self._frames])

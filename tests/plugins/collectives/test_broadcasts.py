@@ -1,0 +1,154 @@
+"""Replicated values arrive everywhere, by few links, and also when a worker fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
+from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.shuffle.routing import host_of
+
+#: Three addresses of this machine stand for three hosts.
+HOSTS = [("127.0.0.1", 1)] * 3 + [("127.0.0.2", 1)] * 2 + [("127.0.0.3", 1)]
+CONFIG = {
+    "gpurt.enabled": True,
+    "distributed.scheduler.active-memory-manager.start": False,
+}
+N = 400_000
+
+
+def on_cluster(nthreads=HOSTS, **settings):
+    return gen_cluster(client=True, nthreads=nthreads, config={**CONFIG, **settings})
+
+
+def report(s):
+    return s.plugins["gpurt"].broadcaster.report()
+
+
+def values():
+    rng = np.random.default_rng(1)
+    return {
+        "array": rng.random(N),
+        "frame": pd.DataFrame({"x": rng.random(N), "s": pd.array(["a", "bb"] * (N // 2))}),
+        "several arrays": {"a": rng.random(N), "b": [rng.integers(0, 9, N), "text"]},
+    }
+
+
+@pytest.mark.parametrize("name", ["array", "frame", "several arrays"])
+@pytest.mark.parametrize("how", ["scatter", "replicate"])
+def test_every_worker_gets_the_value(name, how):
+    @on_cluster()
+    async def test(c, s, *workers):
+        value = values()[name]
+        if how == "scatter":
+            (future,) = await c.scatter([value], broadcast=True)
+        else:
+            future = c.submit(lambda: values()[name], workers=[workers[4].address])
+            await future
+            await c.replicate(future)
+        assert len(s.tasks[future.key].who_has) == len(workers)
+        for worker in workers:
+            assert str(worker.data[future.key]) == str(value)
+        found = report(s)
+        n_copies = len(workers) - (how == "replicate")
+        assert (found["values"], found["copies"]) == (1, n_copies)
+
+    test()
+
+
+@on_cluster()
+async def test_slices_pass_each_card_once(c, s, *workers):
+    await c.scatter(np.ones(N), broadcast=True)
+    links = {
+        (host_of(worker.address), host_of(peer))
+        for worker in workers
+        for peer in runtime_of(worker).links.report()
+        if host_of(worker.address) != host_of(peer)
+    }
+    assert len(links) == 2
+    assert len({receiver for _, receiver in links}) == 2
+
+
+@on_cluster()
+async def test_small_values_are_left_to_stock_dask(c, s, *workers):
+    future = await c.scatter(1, broadcast=True)
+    assert len(s.tasks[future.key].who_has) == len(workers)
+    assert report(s)["values"] == 0
+
+
+@on_cluster(**{"gpurt.collectives.enabled": False})
+async def test_the_setting_leaves_all_to_stock_dask(c, s, *workers):
+    future = await c.scatter(np.ones(N), broadcast=True)
+    assert len(s.tasks[future.key].who_has) == len(workers)
+    assert s.plugins["gpurt"].broadcaster is None
+
+
+@on_cluster()
+async def test_a_copy_for_some_workers_goes_to_these(c, s, *workers):
+    future = await c.scatter(np.ones(N), workers=[workers[0].address])
+    chosen = [worker.address for worker in workers[:4]]
+    await c.replicate(future, workers=chosen)
+    assert {ws.address for ws in s.tasks[future.key].who_has} == set(chosen)
+    assert report(s)["copies"] == 3
+
+
+@pytest.mark.parametrize("victim", [1, 3, 5])
+def test_the_others_get_the_value_if_a_worker_fails(victim):
+    """The first slice finds its receiver broken."""
+
+    @on_cluster()
+    async def test(c, s, *workers):
+        future = await c.scatter(np.arange(N), workers=[workers[0].address])
+        failing = workers[victim].address
+        take = BroadcastRun.take
+
+        async def broken(run, header, payload):
+            if run._workers[run._rank] == failing:
+                raise OSError("it is broken")
+            return await take(run, header, payload)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BroadcastRun, "take", broken)
+            await c.replicate(future)
+        # Stock Dask's copy reached the failing one, too.
+        assert len(s.tasks[future.key].who_has) == len(workers)
+        for worker in workers:
+            assert (worker.data[future.key] == np.arange(N)).all()
+
+    test()
+
+
+@on_cluster()
+async def test_damaged_slices_are_sent_again(c, s, *workers):
+    from dask_gpurt.plugins.collectives import broadcast_run
+
+    put, n_damaged = broadcast_run._put, 0
+
+    def damaging(found, parts, checksum):
+        nonlocal n_damaged
+        if checksum and not n_damaged:
+            n_damaged += 1
+            return put(found, parts, checksum ^ 1)
+        return put(found, parts, checksum)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broadcast_run, "_put", damaging)
+        future = await c.scatter(np.arange(N), broadcast=True)
+    assert n_damaged == 1
+    assert report(s)["copies"] == len(workers)
+    for worker in workers:
+        assert (worker.data[future.key] == np.arange(N)).all()
+
+
+@on_cluster()
+async def test_nothing_stays_behind(c, s, *workers):
+    future = await c.scatter(np.ones(N), broadcast=True)
+    key = future.key
+    future.release()
+    while any(key in worker.data for worker in workers):
+        await c.run(lambda: None)
+    for worker in workers:
+        assert not runtime_of(worker).links.outgoing.used_nbytes
