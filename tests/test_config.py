@@ -12,6 +12,7 @@ import pytest
 
 from dask_gpurt import config
 from dask_gpurt.config import (
+    CollectiveSettings,
     DeviceSettings,
     MemorySettings,
     PlacementSettings,
@@ -377,6 +378,7 @@ def test_settings_survive_serialization():
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),
         devices=DeviceSettings(shape_launches=True),
+        collectives=CollectiveSettings(enabled=False),
     )
     plain = settings.to_plain()
     assert leaves(plain) == {
@@ -401,6 +403,7 @@ def test_settings_survive_serialization():
         "devices.shape_launches": True,
         "placement.enabled": False,
         "placement.policy": "stock",
+        "collectives.enabled": False,
         "topology.file": "machines.yaml",
         "topology.text": "hosts: []",
         "topology.probe": "off",

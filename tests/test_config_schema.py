@@ -69,6 +69,7 @@ def test_every_setting_is_read():
         "devices.shape-launches": True,
         "placement.enabled": False,
         "placement.policy": "stock",
+        "collectives.enabled": False,
         "topology.file": str(config.DEFAULTS_PATH),
         "topology.probe": "off",
     }
