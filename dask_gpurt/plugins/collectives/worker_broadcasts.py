@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun, spread
+from dask_gpurt.plugins.collectives.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 
@@ -35,7 +35,8 @@ class WorkerBroadcasts:
         self._worker = worker
         self._state = state
         self._runs: dict[str, BroadcastRun] = {}
-        self._ends: dict[str, asyncio.Task[int]] = {}
+        #: How each broadcast ended: the size of the value here, or the reason that there is none.
+        self._ends: dict[str, asyncio.Task[int | str]] = {}
 
     def handlers(self) -> list[Callable[..., Awaitable[Any]]]:
         return [
@@ -54,10 +55,10 @@ class WorkerBroadcasts:
         Returns
         -------
         dict
-            `reached`: the workers that have the value. `failed`: for each other one, the reason.
+            As from `spread`.
         """
         if key not in self._worker.data:
-            return {"reached": [], "failed": {self._worker.address: "it has no such value"}}
+            return {"reached": {}, "failed": {self._worker.address: "it has no such value"}}
         value = self._worker.data[key]
         header, stretches = await asyncio.to_thread(serialize, value)
         del value
@@ -82,6 +83,8 @@ class WorkerBroadcasts:
             raise ProtocolError(f"{n_slices} slices of {nbytes} bytes")
         if nbytes > self._state.memory_nbytes:
             return {"why_not": f"{nbytes} bytes are more than the worker's memory"}
+        if not isinstance(workers, (list, tuple)) or not isinstance(header, Mapping):
+            raise ProtocolError("a broadcast without a list of workers, or without a header")
         if name in self._runs or self._worker.address not in workers:
             raise ProtocolError("a worker joins a broadcast once, and only its own")
         try:
@@ -92,16 +95,21 @@ class WorkerBroadcasts:
         run = BroadcastRun(self._state.links, name, workers, rank, received.stretches, n_slices)
         self._runs[name] = run
 
-        async def to_its_end() -> int:
+        async def to_its_end() -> int | str:
             try:
                 await run.run()
                 value = await asyncio.to_thread(received.value)
                 return take_replica(self._worker, key, value)
+            except Exception as error:
+                # As text: an error would keep the memory of the value.
+                logger.warning("a broadcast failed here: %s", error)
+                return str(error) or type(error).__name__
             finally:
                 del self._runs[name]
+                # The sender may be gone, and never ask.
+                asyncio.get_running_loop().call_later(PATIENCE_S, self._ends.pop, name, None)
 
-        task = self._ends[name] = asyncio.create_task(to_its_end())
-        task.add_done_callback(_read)
+        self._ends[name] = asyncio.create_task(to_its_end())
         return {"why_not": None}
 
     async def gpurt_broadcast_leave(self, name: str) -> dict[str, Any]:
@@ -117,12 +125,8 @@ class WorkerBroadcasts:
             return {"why_not": "it has left the broadcast"}
         await asyncio.wait({task})
         self._ends.pop(name, None)
-        if task.cancelled():
-            return {"why_not": "it has left the broadcast"}
-        if (error := task.exception()) is not None:
-            logger.warning("a broadcast failed here: %s", error)
-            return {"why_not": str(error) or type(error).__name__}
-        return {"why_not": None, "nbytes": task.result()}
+        end = "it has left the broadcast" if task.cancelled() else task.result()
+        return {"why_not": end} if isinstance(end, str) else {"why_not": None, "nbytes": end}
 
     async def gpurt_broadcast_slice(
         self,
@@ -136,6 +140,8 @@ class WorkerBroadcasts:
         if offers is not None:
             return await self._state.links.accept(offers)
         run = self._runs.get(request_checks.name("name", name))
+        if run is None and name in self._ends:
+            return {"status": "OK"}  # two peers have sent it, one in the place of another
         if run is None:
             raise OSError("the broadcast is over here")
         try:
@@ -152,9 +158,3 @@ class WorkerBroadcasts:
         for task in self._ends.values():
             task.cancel()
         self._ends.clear()
-
-
-def _read(task: asyncio.Task[int]) -> None:
-    """Read the error of a task that nobody may ask for: asyncio would log it."""
-    if not task.cancelled():
-        task.exception()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
 
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.collectives import broadcast_run, worker_broadcasts
 from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.routing import host_of
@@ -123,8 +127,6 @@ def test_the_others_get_the_value_if_a_worker_fails(victim):
 
 @on_cluster()
 async def test_damaged_slices_are_sent_again(c, s, *workers):
-    from dask_gpurt.plugins.collectives import broadcast_run
-
     put, n_damaged = broadcast_run._put, 0
 
     def damaging(found, parts, checksum):
@@ -152,3 +154,75 @@ async def test_nothing_stays_behind(c, s, *workers):
         await c.run(lambda: None)
     for worker in workers:
         assert not runtime_of(worker).links.outgoing.used_nbytes
+
+
+NOWHERE = "tcp://127.0.0.9:1"
+
+
+def joining(worker, **changed):
+    message = {
+        "name": "one",
+        "key": "value",
+        "workers": [NOWHERE, worker.address],
+        "header": {},
+        "lengths": [10],
+        "n_slices": 1,
+    }
+    return worker.handlers["gpurt_broadcast_join"](**{**message, **changed})
+
+
+@on_cluster(HOSTS[:1])
+async def test_a_worker_forgets_a_broadcast_whose_sender_is_gone(c, s, a):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (broadcast_run, worker_broadcasts):
+            patch.setattr(module, "PATIENCE_S", 0.05)
+        assert await joining(a) == {"why_not": None}
+        end = a.handlers["gpurt_broadcast_end"]
+        assert "has not arrived" in (await end(name="one"))["why_not"]
+        assert await joining(a, name="another") == {"why_not": None}
+        # Nobody asks how this one ended.
+        while (await end(name="another"))["why_not"] != "it has left the broadcast":
+            await c.run(lambda: None)
+    assert "value" not in a.data
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": 5},
+        {"key": None},
+        {"workers": [NOWHERE]},
+        {"workers": 5},
+        {"header": 5},
+        {"lengths": [-1]},
+        {"lengths": "text"},
+        {"lengths": [1, 1], "header": {"split-num-sub-frames": [1]}},
+        {"n_slices": 0},
+        {"n_slices": 11},
+    ],
+)
+def test_malformed_messages_are_refused(changed):
+    @on_cluster(HOSTS[:1])
+    async def test(c, s, a):
+        with pytest.raises(ProtocolError):
+            await joining(a, **changed)
+
+    test()
+
+
+@on_cluster(HOSTS[:1])
+async def test_slices_that_are_none_are_refused(c, s, a):
+    assert await joining(a) == {"why_not": None}
+    take = a.handlers["gpurt_broadcast_slice"]
+    for header in (b"short", struct.pack("<QQQ", 1, 10, 0), struct.pack("<QQQ", 0, 9, 0)):
+        with pytest.raises(ProtocolError):
+            await take(name="one", header=header, payload=[bytes(10)])
+    with pytest.raises(OSError, match="over here"):
+        await take(name="unknown", header=b"", payload=[])
+    await a.handlers["gpurt_broadcast_leave"](name="one")
+
+
+@on_cluster(HOSTS[:1])
+async def test_a_value_larger_than_the_memory_is_refused(c, s, a):
+    answer = await joining(a, lengths=[1 << 49])
+    assert "more than the worker's memory" in answer["why_not"]
