@@ -53,6 +53,14 @@ INSTALLED = pathlib.Path(sys.executable).parent
 PIP = (".config/pip", ".cache/pip")
 
 
+#: Dask's error for a heartbeat that is under way when a cluster closes.
+LAST_HEARTBEAT = re.compile(
+    r"^.* ERROR - Failed to communicate with scheduler during heartbeat\.\n"
+    r"(?:.*\n)*?distributed\.comm\.core\.CommClosedError.*\n",
+    re.MULTILINE,
+)
+
+
 class Block(NamedTuple):
     """A block of code, with the mark in the comment before it."""
 
@@ -183,6 +191,7 @@ class Shell:
         output, errors = process.communicate(timeout=LIMIT_S)
         said = f"{block.code}\nexits with {process.returncode}\n{output}\n{errors}"
         allowed = (0, 1) if block.mark == "any status" else (0,)
+        errors = LAST_HEARTBEAT.sub("", errors)
         assert process.returncode in allowed and "Traceback" not in errors, said
         if process.returncode == 0 and block.language == "bash":
             variables = self._left.read_text().rstrip("\0").split("\0")

@@ -289,10 +289,22 @@ async def test_closed_worker_is_not_kept_alive(s):
         "gpurt_machine": {},
         "gpurt_probe": {},
         "gpurt_probe_data": {"nbytes": 1},
+        "gpurt_broadcast": {"key": "x", "workers": [], "n_slices": 1},
+        "gpurt_broadcast_join": {
+            "name": "one",
+            "key": "x",
+            "header": {},
+            "lengths": [1],
+            "n_slices": 1,
+        },
+        "gpurt_broadcast_slice": {"name": "one", "offers": {"unknown": {}}},
+        "gpurt_broadcast_leave": {"name": "one"},
+        "gpurt_broadcast_end": {"name": "one"},
     }
     async with Worker(s.address) as worker:
         await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
         arguments["gpurt_probe"]["source"] = worker.address
+        arguments["gpurt_broadcast_join"]["workers"] = ["tcp://127.0.0.9:1", worker.address]
         assert arguments.keys() == handlers(worker)
         for name, said in arguments.items():
             found = await ask(s, name, [worker.address], 30, **said)

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -44,6 +44,8 @@ Buffer = npt.NDArray[np.uint8]
 
 #: Slices under way to each peer. With one, a link would idle while an answer is on its way.
 WINDOW = 2
+#: Workers that a sender asks at the same time: each takes a connection of Dask's.
+N_ASKED = 64
 #: Longest time without a new slice, after which a broadcast has failed here.
 PATIENCE_S = 30.0
 #: Number of a slice, its bytes, and its checksum or 0.
@@ -254,6 +256,7 @@ def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
 
 async def spread(
     links: Links,
+    tell: Callable[..., Awaitable[Any]],
     address: str,
     key: Any,
     header: Any,
@@ -265,6 +268,9 @@ async def spread(
 
     Parameters
     ----------
+    tell
+        Calls a handler of a worker: its address, the handler's name, and a message. Not over the
+        connections of `links`: answers that take long would keep slices waiting for one.
     address
         Address of the sender.
     header, stretches
@@ -282,7 +288,8 @@ async def spread(
 
         async def one(peer: str) -> dict[str, Any]:
             try:
-                return dict(await links.connections.call(peer, handler, name=name, **message))
+                async with room:
+                    return dict(await tell(peer, handler, name=name, **message))
             except Exception as error:  # the peer is gone, or it raised this
                 return {"why_not": str(error) or type(error).__name__}
 
@@ -292,6 +299,7 @@ async def spread(
         return {peer: str(one["why_not"]) for peer, one in answers.items() if one.get("why_not")}
 
     name = uuid4().hex
+    room = asyncio.Semaphore(N_ASKED)
     n_slices = max(1, min(n_slices, sum(one.nbytes for one in stretches)))
     answers = await ask(
         workers,

@@ -123,9 +123,10 @@ class Broadcaster:
         # No worker shares the scheduler's host in this: it has no shared memory.
         name = "scheduler://"
         others, n_slices = self._way(name, workers, nbytes)
-        began_s = time()
+        began_s, links = time(), _SchedulerLinks(self._scheduler)
         answer = await spread(
-            _SchedulerLinks(self._scheduler),  # type: ignore[arg-type]
+            links,  # type: ignore[arg-type]
+            links.call,
             name,
             key,
             value.header,

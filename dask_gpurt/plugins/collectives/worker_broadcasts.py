@@ -63,8 +63,18 @@ class WorkerBroadcasts:
         header, stretches = await asyncio.to_thread(serialize, value)
         del value
         return await spread(
-            self._state.links, self._worker.address, key, header, stretches, workers, n_slices
+            self._state.links,
+            self._tell,
+            self._worker.address,
+            key,
+            header,
+            stretches,
+            workers,
+            n_slices,
         )
+
+    async def _tell(self, address: str, handler: str, **message: Any) -> Any:
+        return await getattr(self._worker.rpc(address), handler)(**message)
 
     async def gpurt_broadcast_join(
         self,

@@ -64,6 +64,17 @@ def test_every_worker_gets_the_value(name, how):
 
 
 @on_cluster()
+async def test_few_connections_are_enough(c, s, *workers):
+    """Workers of one process share its open files, so each may have few connections."""
+    future = c.submit(np.ones, N, workers=[workers[0].address])
+    await future
+    for worker in workers:
+        (await runtime_of(worker).links.connections.pool()).limit = 2
+    await c.replicate(future)
+    assert report(s)["copies"] == len(workers) - 1
+
+
+@on_cluster()
 async def test_slices_pass_each_card_once(c, s, *workers):
     await c.scatter(np.ones(N), broadcast=True)
     links = {
