@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from dask_gpurt.collectives import schedules, two_level
 from dask_gpurt.collectives.steps import Step
@@ -96,7 +96,9 @@ class AlgorithmCost:
         )
 
 
-def counted(of_rank: Callable[[int], list[Step]], hosts: Sequence[int], n_slices: int) -> Effort:
+def counted(
+    of_rank: Callable[[int], list[Step]], hosts: Sequence[Hashable], n_slices: int
+) -> Effort:
     """Count the work of a schedule.
 
     Parameters
@@ -114,7 +116,7 @@ def counted(of_rank: Callable[[int], list[Step]], hosts: Sequence[int], n_slices
             max([hops[rank], *(hops[receive.peer] + 1 for receive in one.receives)])
             for rank, one in enumerate(step)
         ]
-        out: Counter[int] = Counter()
+        out: Counter[Hashable] = Counter()
         near: Counter[int] = Counter()
         for rank, one in enumerate(step):
             here = hosts[rank]
@@ -136,15 +138,15 @@ class RankGroup:
     Parameters
     ----------
     hosts
-        The host of each rank, as any number.
+        The host of each rank: a number, or its name.
     """
 
-    def __init__(self, hosts: Sequence[int]) -> None:
+    def __init__(self, hosts: Sequence[Hashable]) -> None:
         self._hosts = hosts
         self._n_hosts = len(set(hosts))
-        self._all_reduce = dict(self._all_reduce_work())
 
-    def _all_reduce_work(self) -> Iterator[tuple[str, Effort]]:
+    @cached_property
+    def _all_reduce(self) -> dict[str, Effort]:
         n = len(self._hosts)
         ways = {"tree": (schedules.tree, 1)}
         if n <= MOST_FLAT:
@@ -153,11 +155,15 @@ class RankGroup:
                 "two-shot": (schedules.two_shot, n),
                 "ring": (schedules.ring, n),
             }
-        for name, (schedule, n_slices) in ways.items():
-            yield name, counted(partial(_rank_of, schedule, n), self._hosts, n_slices)
+        work = {
+            name: counted(partial(_rank_of, schedule, n), self._hosts, n_slices)
+            for name, (schedule, n_slices) in ways.items()
+        }
         if 1 < self._n_hosts < n:
             steps = partial(two_level.all_reduce, hosts=self._hosts)
-            yield "two-level", counted(steps, self._hosts, two_level.n_slices(self._hosts))
+            n_slices = two_level.n_slices(self._hosts)
+            work["two-level"] = counted(steps, self._hosts, n_slices)
+        return work
 
     def all_reduce(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
         """Return the candidates for an all-reduce of such a value, the cheapest first."""
@@ -166,7 +172,7 @@ class RankGroup:
     def broadcast(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
         """Return the candidates for a broadcast of such a value, the cheapest first."""
         n = len(self._hosts)
-        n_slices = self.chain_slices(nbytes, costs)
+        n_slices = chain_slices(self._n_hosts, nbytes, costs)
         chain = partial(two_level.broadcast, hosts=self._hosts, n_slices=n_slices)
         work = {
             "chain": counted(chain, self._hosts, n_slices),
@@ -177,14 +183,15 @@ class RankGroup:
             work["two-shot"] = counted(two_shot, self._hosts, n)
         return _sorted(work, nbytes, costs)
 
-    def chain_slices(self, nbytes: int, costs: LinkCosts) -> int:
-        """Return the number of slices with which a chain takes least.
 
-        With H hosts and P slices, the last slice leaves after about `(H + P) (message_s + S / (P
-        rate))`. This is least where `P * P = H S / (message_s rate)`.
-        """
-        best = math.sqrt(self._n_hosts * nbytes / max(costs.message_s * costs.rate, 1.0))
-        return max(1, min(round(best), nbytes // LEAST_SLICE_NBYTES, MOST_SLICES))
+def chain_slices(n_hosts: int, nbytes: int, costs: LinkCosts) -> int:
+    """Return the number of slices with which a chain takes least.
+
+    With H hosts and P slices, the last slice leaves after about `(H + P) (message_s + S / (P
+    rate))`. This is least where `P * P = H S / (message_s rate)`.
+    """
+    best = math.sqrt(n_hosts * nbytes / max(costs.message_s * costs.rate, 1.0))
+    return max(1, min(round(best), nbytes // LEAST_SLICE_NBYTES, MOST_SLICES))
 
 
 def _rank_of(schedule: schedules.Schedule, n_ranks: int, rank: int) -> list[Step]:

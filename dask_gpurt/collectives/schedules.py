@@ -19,14 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dask_gpurt.collectives.steps import NOTHING, SliceReceive, SliceSend, Step
+from dask_gpurt.collectives.steps import NOTHING, SliceReceive, SliceSend, Step, one_slice
 
 #: Makes the steps of a rank among N.
 Schedule = Callable[[int, int], list[Step]]
-
-
-def _one(number: int) -> range:
-    return range(number, number + 1)
 
 
 def _others(rank: int, n_ranks: int) -> list[int]:
@@ -37,15 +33,15 @@ def _others(rank: int, n_ranks: int) -> list[int]:
 def direct_reduce_scatter(rank: int, n_ranks: int) -> list[Step]:
     """Each rank sends slice i to rank i, which adds up. N slices."""
     others = _others(rank, n_ranks)
-    sends = tuple(SliceSend(peer, _one(peer)) for peer in others)
-    return [Step(sends, tuple(SliceReceive(peer, _one(rank), adds=True) for peer in others))]
+    sends = tuple(SliceSend(peer, one_slice(peer)) for peer in others)
+    return [Step(sends, tuple(SliceReceive(peer, one_slice(rank), adds=True) for peer in others))]
 
 
 def direct_all_gather(rank: int, n_ranks: int) -> list[Step]:
     """Rank i sends slice i to each other rank. N slices."""
     others = _others(rank, n_ranks)
-    sends = tuple(SliceSend(peer, _one(rank)) for peer in others)
-    return [Step(sends, tuple(SliceReceive(peer, _one(peer)) for peer in others))]
+    sends = tuple(SliceSend(peer, one_slice(rank)) for peer in others)
+    return [Step(sends, tuple(SliceReceive(peer, one_slice(peer)) for peer in others))]
 
 
 def ring_reduce_scatter(rank: int, n_ranks: int) -> list[Step]:
@@ -53,8 +49,8 @@ def ring_reduce_scatter(rank: int, n_ranks: int) -> list[Step]:
     after, before = (rank + 1) % n_ranks, (rank - 1) % n_ranks
     return [
         Step(
-            (SliceSend(after, _one((rank - step - 1) % n_ranks)),),
-            (SliceReceive(before, _one((rank - step - 2) % n_ranks), adds=True),),
+            (SliceSend(after, one_slice((rank - step - 1) % n_ranks)),),
+            (SliceReceive(before, one_slice((rank - step - 2) % n_ranks), adds=True),),
         )
         for step in range(n_ranks - 1)
     ]
@@ -65,8 +61,8 @@ def ring_all_gather(rank: int, n_ranks: int) -> list[Step]:
     after, before = (rank + 1) % n_ranks, (rank - 1) % n_ranks
     return [
         Step(
-            (SliceSend(after, _one((rank - step) % n_ranks)),),
-            (SliceReceive(before, _one((rank - step - 1) % n_ranks)),),
+            (SliceSend(after, one_slice((rank - step) % n_ranks)),),
+            (SliceReceive(before, one_slice((rank - step - 1) % n_ranks)),),
         )
         for step in range(n_ranks - 1)
     ]
@@ -85,8 +81,8 @@ def ring(rank: int, n_ranks: int) -> list[Step]:
 def one_shot(rank: int, n_ranks: int) -> list[Step]:
     """All-reduce in one step: each rank sends its whole value to each other one. One slice."""
     others = _others(rank, n_ranks)
-    sends = tuple(SliceSend(peer, _one(0)) for peer in others)
-    return [Step(sends, tuple(SliceReceive(peer, _one(0), adds=True) for peer in others))]
+    sends = tuple(SliceSend(peer, one_slice(0)) for peer in others)
+    return [Step(sends, tuple(SliceReceive(peer, one_slice(0), adds=True) for peer in others))]
 
 
 def tree(rank: int, n_ranks: int) -> list[Step]:
@@ -99,9 +95,9 @@ def _tree_reduce(rank: int, n_ranks: int) -> list[Step]:
     for level in range(n_levels(n_ranks)):
         reach = 1 << level
         if rank % (2 * reach) == reach:
-            steps.append(Step((SliceSend(rank - reach, _one(0)),)))
+            steps.append(Step((SliceSend(rank - reach, one_slice(0)),)))
         elif rank % (2 * reach) == 0 and rank + reach < n_ranks:
-            steps.append(Step((), (SliceReceive(rank + reach, _one(0), adds=True),)))
+            steps.append(Step((), (SliceReceive(rank + reach, one_slice(0), adds=True),)))
         else:
             steps.append(NOTHING)
     return steps
@@ -113,9 +109,9 @@ def tree_broadcast(rank: int, n_ranks: int) -> list[Step]:
     for level in reversed(range(n_levels(n_ranks))):
         reach = 1 << level
         if rank % (2 * reach) == 0 and rank + reach < n_ranks:
-            steps.append(Step((SliceSend(rank + reach, _one(0)),)))
+            steps.append(Step((SliceSend(rank + reach, one_slice(0)),)))
         elif rank % (2 * reach) == reach:
-            steps.append(Step((), (SliceReceive(rank - reach, _one(0)),)))
+            steps.append(Step((), (SliceReceive(rank - reach, one_slice(0)),)))
         else:
             steps.append(NOTHING)
     return steps
@@ -124,9 +120,9 @@ def tree_broadcast(rank: int, n_ranks: int) -> list[Step]:
 def two_shot_broadcast(rank: int, n_ranks: int) -> list[Step]:
     """Rank 0 deals its slices, and all ranks exchange them. N slices."""
     if rank:
-        first = Step((), (SliceReceive(0, _one(rank)),))
+        first = Step((), (SliceReceive(0, one_slice(rank)),))
     else:
-        first = Step(tuple(SliceSend(peer, _one(peer)) for peer in range(1, n_ranks)))
+        first = Step(tuple(SliceSend(peer, one_slice(peer)) for peer in range(1, n_ranks)))
     (second,) = direct_all_gather(rank, n_ranks)
     # Rank 0 has all slices already.
     receives = second.receives if rank else ()

@@ -40,6 +40,11 @@ class Step:
 NOTHING = Step()
 
 
+def one_slice(number: int) -> range:
+    """Return the slices of a message that has this one alone."""
+    return range(number, number + 1)
+
+
 def slice_bounds(length: int, n_slices: int) -> list[int]:
     """Return where the slices of a value begin and end: `n_slices + 1` positions.
 

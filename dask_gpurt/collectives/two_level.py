@@ -10,30 +10,30 @@ with more ranks than the smallest one has ranks without a rail; they only exchan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
+from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step, one_slice
 
 
-def members(hosts: Sequence[int]) -> list[list[int]]:
+def members(hosts: Sequence[Hashable]) -> list[list[int]]:
     """Return the ranks of each host, given each rank's host; in the order in which hosts appear."""
-    found: dict[int, list[int]] = {}
+    found: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
     return list(found.values())
 
 
-def n_rails(hosts: Sequence[int]) -> int:
+def n_rails(hosts: Sequence[Hashable]) -> int:
     """Return the number of links between two hosts: the ranks of the host that has the fewest."""
     return min(map(len, members(hosts)))
 
 
-def n_slices(hosts: Sequence[int]) -> int:
+def n_slices(hosts: Sequence[Hashable]) -> int:
     """Return the number of slices of an all-reduce: one for each rail and host."""
     return n_rails(hosts) * len(members(hosts))
 
 
-def all_reduce(rank: int, hosts: Sequence[int]) -> list[Step]:
+def all_reduce(rank: int, hosts: Sequence[Hashable]) -> list[Step]:
     """Add within each host, then between hosts, and copy the sums back the same way: four steps.
 
     Parameters
@@ -41,11 +41,11 @@ def all_reduce(rank: int, hosts: Sequence[int]) -> list[Step]:
     rank
         The rank whose steps are returned.
     hosts
-        The host of each rank, as any number.
+        The host of each rank: a number, or its name.
     """
     groups, rails = members(hosts), n_rails(hosts)
     n_hosts = len(groups)
-    mine = [hosts[group[0]] for group in groups].index(hosts[rank])
+    mine = next(number for number, group in enumerate(groups) if rank in group)
     group = groups[mine]
     rail = group.index(rank)
 
@@ -55,7 +55,7 @@ def all_reduce(rank: int, hosts: Sequence[int]) -> list[Step]:
 
     def of_host(number: int) -> range:
         """Return the slice of this rank's rail that a host adds up."""
-        return range(rail * n_hosts + number, rail * n_hosts + number + 1)
+        return one_slice(rail * n_hosts + number)
 
     neighbours = [peer for peer in group if peer != rank]
     to_rails = [(group[number], of_rail(number)) for number in range(rails) if number != rail]
@@ -87,14 +87,14 @@ def all_reduce(rank: int, hosts: Sequence[int]) -> list[Step]:
     return exchange if len(groups) == len(hosts) else [gather, *exchange, spread]
 
 
-def broadcast(rank: int, hosts: Sequence[int], n_slices: int) -> list[Step]:
+def broadcast(rank: int, hosts: Sequence[Hashable], n_slices: int) -> list[Step]:
     """Copy rank 0's value to all: slices go from host to host, and in each host to all its ranks.
 
     Every slice passes each card once. With H hosts there are H + slices - 1 steps, or one less if
     there is one rank on each host.
     """
     groups = members(hosts)
-    mine = [hosts[group[0]] for group in groups].index(hosts[rank])
+    mine = next(number for number, group in enumerate(groups) if rank in group)
     first = groups[mine][0]
     has_neighbours = len(groups) < len(hosts)
     steps = []
@@ -104,13 +104,13 @@ def broadcast(rank: int, hosts: Sequence[int], n_slices: int) -> list[Step]:
         receives: list[SliceReceive] = []
         if rank != first:
             if 0 <= out < n_slices:
-                receives.append(SliceReceive(first, range(out, out + 1)))
+                receives.append(SliceReceive(first, one_slice(out)))
         else:
             if 0 <= out < n_slices:
                 # The other host first: its link is the slow one.
                 peers = [groups[mine + 1][0]] if mine + 1 < len(groups) else []
-                sends += [SliceSend(peer, range(out, out + 1)) for peer in peers + groups[mine][1:]]
+                sends += [SliceSend(peer, one_slice(out)) for peer in peers + groups[mine][1:]]
             if mine and 0 <= into < n_slices:
-                receives.append(SliceReceive(groups[mine - 1][0], range(into, into + 1)))
+                receives.append(SliceReceive(groups[mine - 1][0], one_slice(into)))
         steps.append(Step(tuple(sends), tuple(receives)))
     return steps

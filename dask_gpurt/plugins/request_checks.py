@@ -46,12 +46,7 @@ def count(what: str, value: Any) -> int:
 
 def lengths(value: Any) -> list[int]:
     """Check the bytes of each part of a value."""
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_KEYS:
-        raise _wrong("lengths", value, f"a list of at most {MAX_KEYS} numbers")
-    for nbytes in value:
-        if type(nbytes) is not int or not 0 <= nbytes <= _MAX_NBYTES:
-            raise _wrong("lengths", nbytes, f"numbers from 0 to {_MAX_NBYTES}")
-    return list(value)
+    return _numbers("lengths", value, MAX_KEYS, _MAX_NBYTES)
 
 
 def problem(value: Any) -> str | None:
@@ -79,11 +74,15 @@ def keys(value: Any) -> Sequence[Any]:
 
 def rows(value: Any, n_partitions: int) -> list[int]:
     """Check the rows of each output partition of a shuffle. Empty last partitions are omitted."""
-    if not isinstance(value, (list, tuple)) or len(value) > n_partitions:
-        raise _wrong("rows", value, f"a list of at most {n_partitions} numbers")
+    return _numbers("rows", value, n_partitions, _MAX_ROWS)
+
+
+def _numbers(what: str, value: Any, n_most: int, largest: int) -> list[int]:
+    if not isinstance(value, (list, tuple)) or len(value) > n_most:
+        raise _wrong(what, value, f"a list of at most {n_most} numbers")
     for number in value:
-        if type(number) is not int or not 0 <= number <= _MAX_ROWS:
-            raise _wrong("rows", number, f"numbers from 0 to {_MAX_ROWS}")
+        if type(number) is not int or not 0 <= number <= largest:
+            raise _wrong(what, number, f"numbers from 0 to {largest}")
     return list(value)
 
 

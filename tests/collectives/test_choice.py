@@ -57,8 +57,8 @@ def test_large_values_take_a_chain_and_tiny_ones_few_hops():
 
 @pytest.mark.parametrize("n", [4, 8, 32])
 def test_no_other_number_of_slices_is_much_better(n):
-    group, nbytes = RankGroup(range(n)), 200 << 20
-    chosen = group.chain_slices(nbytes, ETHERNET)
+    nbytes = 200 << 20
+    chosen = choice.chain_slices(n, nbytes, ETHERNET)
 
     def seconds(n_slices):
         rounds = n + n_slices - 2

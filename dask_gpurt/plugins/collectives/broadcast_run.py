@@ -17,7 +17,7 @@ import contextlib
 import logging
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -85,9 +85,7 @@ class BroadcastRun:
         self._stretches = stretches
         self._starts = list(accumulate((one.nbytes for one in stretches), initial=0))
         self._bounds = slice_bounds(self._starts[-1], n_slices)
-        names = [host_of(address) for address in workers]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        self._hosts = [numbers[name] for name in names]
+        self._hosts = [host_of(address) for address in workers]
         self._here = [asyncio.Event() for _ in range(n_slices)]
         if rank == 0:
             for one in self._here:
@@ -256,7 +254,7 @@ def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
 
 async def spread(
     links: Links,
-    tell: Callable[..., Awaitable[Any]],
+    rpc: Callable[[str], Any],
     address: str,
     key: Any,
     header: Any,
@@ -268,9 +266,9 @@ async def spread(
 
     Parameters
     ----------
-    tell
-        Calls a handler of a worker: its address, the handler's name, and a message. Not over the
-        connections of `links`: answers that take long would keep slices waiting for one.
+    rpc
+        Dask's own connections: returns an object for an address, whose attributes call handlers.
+        Over those of `links`, answers that take long would keep slices waiting for a connection.
     address
         Address of the sender.
     header, stretches
@@ -289,7 +287,7 @@ async def spread(
         async def one(peer: str) -> dict[str, Any]:
             try:
                 async with room:
-                    return dict(await tell(peer, handler, name=name, **message))
+                    return dict(await getattr(rpc(peer), handler)(name=name, **message))
             except Exception as error:  # the peer is gone, or it raised this
                 return {"why_not": str(error) or type(error).__name__}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 
-from dask_gpurt.collectives.choice import LinkCosts, RankGroup
+from dask_gpurt.collectives.choice import LinkCosts, chain_slices
 from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.broadcast_run import spread
 from dask_gpurt.plugins.patches.p2p import to_serialize
@@ -114,8 +114,8 @@ class Broadcaster:
     async def scatter(
         self, key: Any, value: Serialized, targets: Collection[WorkerState]
     ) -> dict[str, int]:
-        """SliceSend a client's value to workers; return those that have it, with its size there."""
-        stretches = stretches_of(value)
+        """Send a client's value to workers; return those that have it, with its size there."""
+        stretches = stretches_of(value.frames)
         nbytes = sum(one.nbytes for one in stretches)
         workers = [ws for ws in targets if ws.address in self._ready]
         if nbytes < LEAST_NBYTES or len(workers) <= LEAST_COPIES:
@@ -126,7 +126,7 @@ class Broadcaster:
         began_s, links = time(), _SchedulerLinks(self._scheduler)
         answer = await spread(
             links,  # type: ignore[arg-type]
-            links.call,
+            self._scheduler.rpc,
             name,
             key,
             value.header,
@@ -143,9 +143,8 @@ class Broadcaster:
         """Return the workers in the order in which slices reach them, and the number of slices."""
         here = host_of(root)
         others = sorted((ws.address for ws in workers), key=lambda one: (host_of(one) != here, one))
-        hosts = [host_of(one) for one in [root, *others]]
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
-        return others, RankGroup([numbers[one] for one in hosts]).chain_slices(nbytes, _COSTS)
+        n_hosts = len({host_of(one) for one in [root, *others]})
+        return others, chain_slices(n_hosts, nbytes, _COSTS)
 
     def _count(self, key: Any, nbytes: int, answer: dict[str, Any], seconds: float) -> None:
         self.n_values += 1

@@ -64,7 +64,7 @@ class WorkerBroadcasts:
         del value
         return await spread(
             self._state.links,
-            self._tell,
+            self._worker.rpc,
             self._worker.address,
             key,
             header,
@@ -72,9 +72,6 @@ class WorkerBroadcasts:
             workers,
             n_slices,
         )
-
-    async def _tell(self, address: str, handler: str, **message: Any) -> Any:
-        return await getattr(self._worker.rpc(address), handler)(**message)
 
     async def gpurt_broadcast_join(
         self,

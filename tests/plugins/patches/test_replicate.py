@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from distributed import Scheduler, Worker
 from distributed.active_memory_manager import ActiveMemoryManagerExtension, ReduceReplicas
-from distributed.protocol.serialize import Serialized, serialize_and_split
+from distributed.protocol.serialize import serialize_and_split
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import ProtocolError
@@ -102,8 +102,7 @@ def test_values_are_taken_apart_and_put_together(value):
 def test_frames_in_parts_are_whole_again_without_a_copy():
     value = np.arange(4096.0)
     header, frames = serialize_and_split(value, size=1000)
-    value_there = Serialized(header, frames)
-    stretches = stretches_of(value_there)
+    stretches = stretches_of(frames)
     assert len(stretches) > 10
     there = received(header, stretches)
     found = there.value()

@@ -197,12 +197,12 @@ def take_replica(worker: Worker, key: Any, value: Any) -> int:
 def serialize(value: Any) -> tuple[Any, list[Buffer]]:
     """Return a value as a header for Dask's messages, and stretches of bytes."""
     header, frames = _serialize(value, on_error="raise")
-    return header, [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
+    return header, stretches_of(frames)
 
 
-def stretches_of(value: Serialized) -> list[Buffer]:
-    """Return the bytes of a value that another process serialised."""
-    return [np.frombuffer(frame, dtype=np.uint8) for frame in value.frames]
+def stretches_of(frames: Iterable[Any]) -> list[Buffer]:
+    """Return the bytes of each frame of a serialised value, without a copy."""
+    return [np.frombuffer(frame, dtype=np.uint8) for frame in frames]
 
 
 class Received:
