@@ -35,20 +35,14 @@ from benchmarks.harness import (
     stock_client,
     write_json,
 )
-from benchmarks.many_partitions import FEW
-from benchmarks.shuffle import frame, numbers_part
+from benchmarks.many_partitions import FEW, shuffled
+from benchmarks.shuffle import numbers_part
 
 N_PARTITIONS = 256
 #: Highest ratio to stock's time, and highest number of open files of a worker, that are wanted.
 TIME_TARGET, FILES_TARGET = 1.2, 300
 
-
-def inputs() -> list[dd.DataFrame]:
-    return frame(numbers_part, N_PARTITIONS, FEW)
-
-
-def shuffled(inputs: list[dd.DataFrame]) -> dd.DataFrame:
-    return inputs[0].shuffle("key", npartitions=N_PARTITIONS)
+inputs, workload = shuffled(numbers_part, N_PARTITIONS, FEW)
 
 
 def most_open_files(client: Client, work: Callable[[], Any]) -> int:
@@ -91,7 +85,7 @@ def within_files(n_workers: int, n_files: int) -> None:
         dask_gpurt.enable(client)
         began = time.perf_counter()
         with dask.config.set({"dataframe.shuffle.method": "p2p"}):
-            rows = shuffled(inputs())
+            rows = workload(inputs())
             most = most_open_files(client, lambda: found.append(answer(rows)))
     if found != [expected]:
         raise SystemExit(f"with {n_files} files: {found[0]} instead of {expected}")
@@ -112,9 +106,9 @@ def timed(n_workers: int, repeats: int) -> tuple[Timing, dict[str, int]]:
                     dask_gpurt.enable(client)
                 seconds = getattr(timing, f"{side}_s")
                 with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-                    persisting_s(client, shuffled(inputs()))  # it makes the connections
-                    seconds.append(persisting_s(client, shuffled(inputs())))
-                    seconds.append(persisting_s(client, shuffled(inputs())))
+                    persisting_s(client, workload(inputs()))  # it makes the connections
+                    seconds.append(persisting_s(client, workload(inputs())))
+                    seconds.append(persisting_s(client, workload(inputs())))
                     files[side] = most_open_files(client, partial(once, client))
         order.reverse()
         print(f"  {repeat + 1}/{repeats}: {timing.line()}", file=sys.stderr, flush=True)
@@ -124,7 +118,7 @@ def timed(n_workers: int, repeats: int) -> tuple[Timing, dict[str, int]]:
 
 
 def once(client: Client) -> None:
-    persisting_s(client, shuffled(inputs()))
+    persisting_s(client, workload(inputs()))
 
 
 def main() -> None:
