@@ -21,8 +21,6 @@ _MFD_CLOEXEC = 1
 _F_GET_SEALS = 1034
 #: System call number of `memfd_create`. The numbers of old calls differ between processors.
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "riscv64": 279}
-#: System call number of `pidfd_open`. New calls have the same number on all these processors.
-_PIDFD_OPEN = 434
 #: Error codes: the kernel lacks a call, or a sandbox forbids it.
 _ABSENT = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 
@@ -74,24 +72,6 @@ def is_memory_file(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def process_fd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process ends; None if unsupported.
-
-    Raises
-    ------
-    OSError
-        There is no such process.
-    """
-    try:
-        if hasattr(os, "pidfd_open"):
-            return os.pidfd_open(pid)
-        return _call(_PIDFD_OPEN, pid, 0)
-    except OSError as error:
-        if error.errno not in _ABSENT:
-            raise
-        return None
 
 
 def process_namespace() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import subprocess
 import sys
 
@@ -55,30 +54,6 @@ def test_ordinary_files_are_not_memory_files(tmp_path):
     assert not any(map(system_calls.is_memory_file, (reader, writer, file)))
     for fd in (reader, writer, file):
         os.close(fd)
-
-
-@pytest.mark.parametrize("is_lacking", [False, True])
-def test_end_of_a_process_is_reported(monkeypatch, is_lacking):
-    if is_lacking:
-        lacking(monkeypatch, "pidfd_open")
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    fd = system_calls.process_fd(child.pid)
-    assert fd is not None
-    try:
-        assert not select.select([fd], [], [], 0)[0]
-        child.communicate(b"\n")
-        assert select.select([fd], [], [], 60)[0]
-        with pytest.raises(ProcessLookupError):
-            system_calls.process_fd(child.pid)
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
-def test_system_without_process_descriptors_is_recognised(monkeypatch, code):
-    lacking(monkeypatch, "pidfd_open")
-    forbidding(monkeypatch, code)
-    assert system_calls.process_fd(os.getpid()) is None
 
 
 def test_process_is_identified_by_its_start_time():

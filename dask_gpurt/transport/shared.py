@@ -9,8 +9,9 @@ the same number. A message then carries places instead of bytes, and the borrowe
 reads each shard once, directly into its own memory.
 
 The loan ends with the answer to the message: the lender keeps the buffer until then. A peer that
-dies leaves nothing behind. The file has no name. A borrower watches the lending processes, and
-closes the file when one ends. A lender whose borrower dies gets an error instead of an answer.
+dies leaves nothing behind. The file has no name. A borrower asks every second which processes still
+run, and closes the files of the others. It keeps few files open, and opens the others again when it
+reads them. A lender whose borrower dies gets an error instead of an answer.
 
 The borrower reads by position instead of mapping the file. A mapped copy is up to twice as fast.
 But Dask's memory monitor would count the peer's memory as this worker's own. And a peer that
@@ -26,6 +27,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +37,6 @@ from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.system_calls import (
     is_memory_file,
     preadv,
-    process_fd,
     process_namespace,
     process_start,
 )
@@ -44,9 +45,11 @@ Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
 #: Whether the message carries a part itself, and the part's length.
 _PART = struct.Struct("<?Q")
-#: The system reports the end of so many peers. Each costs a second open file; more are checked.
-_MOST_WATCHED = 32
-#: Interval of checks for dead peers, where the system does not report them.
+#: Files of peers that stay open between reads. Opening one takes some 10 us, and a process may only
+#: have so many: 64 workers on one host would each hold the files of all.
+MOST_OPEN = 16
+#: Interval of checks for dead peers. Rejected: a descriptor of each process, with which the system
+#: reports its end at once. It is one more open file for each peer.
 _POLL_S = 1.0
 _NOT_OFFERED = "shared memory that was not offered, or whose process has ended"
 _ELSEWHERE = "it runs in another container, or on another host"
@@ -84,16 +87,26 @@ class Lender:
             return None
 
 
-class _Loan:
-    """A peer's open file, referenced by the borrower and by each running read."""
+class _OpenFile:
+    """An open file of a peer, held by the borrower and by each running read."""
 
-    def __init__(self, fd: int, pid: int, pidfd: int | None, started: str) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.pid = pid
-        #: None if the system has none; then the process's start time identifies it.
-        self.pidfd = pidfd
-        self.started = started
         self.n_holders = 1
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """What names a peer's file, and the process that has it."""
+
+    pid: int
+    number: int
+    #: A process's number may be used again, but not with the same start time.
+    started: str
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.number}"
 
     @property
     def has_ended(self) -> bool:
@@ -107,20 +120,22 @@ class _Loan:
 class Borrower:
     """The receiving end of shared memory, one per worker.
 
-    Runs on the event loop, except `read`, which threads may call. A file that is dropped during a
+    Runs on the event loop, except `read`, which threads may call. A file that is closed during a
     read stays open until the read ends: its descriptor may be reused the moment it is closed.
 
     Parameters
     ----------
     loop
-        Reports the end of a peer's process.
+        Runs the checks for peers that have ended.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loans: dict[bytes, _Loan] = {}
+        #: Open files by token, the one that was read last at the end.
+        self._files: dict[bytes, _OpenFile] = {}
         self._polling: asyncio.TimerHandle | None = None
-        # Guards the reference counts; not held over a read.
+        # Guards the files and their holders; not held over a read.
         self._lock = threading.Lock()
 
     def open(self, descriptor: Mapping[str, Any]) -> bytes:
@@ -147,34 +162,25 @@ class Borrower:
         if namespace != process_namespace():
             raise TransportError(_ELSEWHERE)
         try:
-            # Watch first: if the process ends in between, the watch sees it and its id is not
-            # reused.
-            pidfd = process_fd(pid) if len(self._loans) < _MOST_WATCHED else None
-            started = "" if pidfd is not None else process_start(pid)
+            # First: if the process ends before the file is open, a later check notices that.
+            loan = _Loan(pid, number, process_start(pid))
         except OSError as error:
             raise TransportError(
                 f"its process {pid} is not visible here ({error.strerror})"
             ) from error
-        try:
-            fd = _open_signed(f"/proc/{pid}/fd/{number}", token)
-        except BaseException:
-            if pidfd is not None:
-                os.close(pidfd)
-            raise
-        self._loans[token] = _Loan(fd, pid, pidfd, started)
-        if pidfd is not None:
-            self._loop.add_reader(pidfd, self.forget, token)
-        elif self._polling is None:
+        with self._lock:
+            self._files[token] = _OpenFile(_open_signed(loan.path, token))
+            self._loans[token] = loan
+            self._close_oldest()
+        if self._polling is None:
             self._polling = self._loop.call_later(_POLL_S, self._poll)
         return token
 
     def _poll(self) -> None:
-        """Close the files of processes that have ended, where the system does not report it."""
-        watched = {token: loan for token, loan in self._loans.items() if loan.pidfd is None}
-        self._polling = self._loop.call_later(_POLL_S, self._poll) if watched else None
-        for token, loan in watched.items():
-            if loan.has_ended:
-                self.forget(token)
+        """Forget processes that have ended."""
+        for token in [token for token, loan in self._loans.items() if loan.has_ended]:
+            self.forget(token)
+        self._polling = self._loop.call_later(_POLL_S, self._poll) if self._loans else None
 
     def checked(self, token: bytes, extents: Any, nbytes: int) -> list[tuple[int, int]]:
         """Return the places that a peer named, once they are known to hold `nbytes`.
@@ -182,18 +188,17 @@ class Borrower:
         Raises
         ------
         TransportError
-            No file with that token is open: the peer must offer it again.
+            No file with that token is known, or its process has ended: the peer must offer it
+            again.
         ProtocolError
             The places do not add up to `nbytes`, or are outside the file.
         """
-        loan = self._loans.get(token)
-        if loan is None:
-            raise TransportError(_NOT_OFFERED)
+        with self._held(token) as fd:
+            end = os.fstat(fd).st_size
         try:
             places = [(int(position), int(length)) for position, length in extents]
         except (OverflowError, TypeError, ValueError) as error:
             raise ProtocolError("not places in shared memory") from error
-        end = os.fstat(loan.fd).st_size
         if any(first < 0 or length <= 0 or first + length > end for first, length in places):
             raise ProtocolError("places outside of shared memory")
         if sum(length for _, length in places) != nbytes:
@@ -213,7 +218,7 @@ class Borrower:
         Raises
         ------
         TransportError
-            The file cannot be read any more, or was closed before this call.
+            The file cannot be read any more, or was forgotten before this call.
         """
         with self._held(token) as fd:
             for places, out in wanted:
@@ -225,28 +230,26 @@ class Borrower:
             loan = self._loans.get(token)
             if loan is None:
                 raise TransportError(_NOT_OFFERED)
-            loan.n_holders += 1
+            file = self._files.pop(token, None) or _OpenFile(_open_signed(loan.path, token))
+            file.n_holders += 1
+            self._files[token] = file
+            self._close_oldest()
         try:
-            yield loan.fd
+            yield file.fd
         finally:
-            self._release(loan)
+            with self._lock:
+                _release(file)
 
-    def _release(self, loan: _Loan) -> None:
-        with self._lock:
-            loan.n_holders -= 1
-            is_last = not loan.n_holders
-        if is_last:
-            os.close(loan.fd)
+    def _close_oldest(self) -> None:
+        while len(self._files) > MOST_OPEN:
+            _release(self._files.pop(next(iter(self._files))))
 
     def forget(self, token: bytes) -> None:
         """Close a peer's file. Reads in progress finish."""
         with self._lock:
-            loan = self._loans.pop(token, None)
-        if loan is not None:
-            if loan.pidfd is not None:
-                self._loop.remove_reader(loan.pidfd)
-                os.close(loan.pidfd)
-            self._release(loan)
+            self._loans.pop(token, None)
+            if (file := self._files.pop(token, None)) is not None:
+                _release(file)
 
     def close(self) -> None:
         if self._polling is not None:
@@ -254,6 +257,13 @@ class Borrower:
             self._polling = None
         for token in list(self._loans):
             self.forget(token)
+
+
+def _release(file: _OpenFile) -> None:
+    """Let go of a file; the last holder closes it."""
+    file.n_holders -= 1
+    if not file.n_holders:
+        os.close(file.fd)
 
 
 def seal(token: bytes, parts: Iterable[Any]) -> int:

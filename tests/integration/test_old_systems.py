@@ -25,7 +25,6 @@ HAS_UCX = importlib.util.find_spec("ucxx") is not None
 #: Functions that such a Python, or its kernel, does not have.
 LACKS = {
     "memory": ["memfd_create", "MFD_CLOEXEC"],
-    "processes": ["pidfd_open"],
     "events": ["eventfd", "eventfd_read", "eventfd_write", "EFD_NONBLOCK", "EFD_CLOEXEC"],
     "vectors": ["preadv", "pwritev", "preadv2"],
     "disks": ["O_DIRECT", "posix_fallocate", "posix_fadvise", "copy_file_range", "sendfile"],

@@ -69,7 +69,7 @@ def out_of_view(pid):
 @pytest.fixture
 def no_peer_in_view(monkeypatch):
     """Make workers see no peer's memory, as on two hosts or in two containers."""
-    monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+    monkeypatch.setattr(shared, "process_start", out_of_view)
 
 
 def assert_comms_serve(client, path, reason):
@@ -305,7 +305,7 @@ def test_path_forgotten_repeatedly_is_an_error(client, monkeypatch):
 def test_tls_cluster_shuffles_within_and_between_hosts(monkeypatch, in_view):
     """Shards within a host do not use the network; shards between hosts are encrypted."""
     if not in_view:
-        monkeypatch.setattr(shared.os, "pidfd_open", out_of_view)
+        monkeypatch.setattr(shared, "process_start", out_of_view)
     security = Security.temporary()
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     local = LocalCluster(

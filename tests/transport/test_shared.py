@@ -65,7 +65,7 @@ def open_files():
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             found[os.readlink(f"/proc/self/fd/{number}")] += 1
-    return Counter({name: n for name, n in found.items() if "memfd:" in name or "pidfd" in name})
+    return Counter({name: n for name, n in found.items() if "memfd:" in name})
 
 
 def with_borrower(test):
@@ -127,12 +127,13 @@ def test_memory_of_another_process_is_read(other_process):
     with_borrower(test)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_ended_process_is_forgotten_after_correct_reads(other_process, monkeypatch, is_told):
+@pytest.fixture
+def checks_often(monkeypatch):
+    monkeypatch.setattr(shared, "_POLL_S", 0.01)
+
+
+def test_ended_process_is_forgotten_after_correct_reads(other_process, checks_often):
     process, descriptor, places = other_process
-    if not is_told:  # as on a kernel before 5.3
-        monkeypatch.setattr(shared, "process_fd", lambda pid: None)
-        monkeypatch.setattr(shared, "_POLL_S", 0.01)
 
     async def test(borrower):
         token = borrower.open(descriptor)
@@ -150,7 +151,7 @@ def test_ended_process_is_forgotten_after_correct_reads(other_process, monkeypat
     with_borrower(test)
 
 
-def test_a_read_finishes_although_the_lending_process_ends(other_process, held_reads):
+def test_a_read_finishes_although_the_lending_process_ends(other_process, held_reads, checks_often):
     process, descriptor, places = other_process
 
     async def test(borrower):
@@ -217,6 +218,41 @@ def test_a_file_that_was_dropped_can_be_opened_again():
             borrower.checked(token, lender.place(buffer), NBYTES)
         token = borrower.open(lender.descriptor)
         np.testing.assert_array_equal(fetched(borrower, token, lender.place(buffer)), content(0))
+
+    with_borrower(test)
+
+
+def test_few_files_stay_open_and_all_peers_are_read(monkeypatch):
+    monkeypatch.setattr(shared, "MOST_OPEN", 2)
+    lenders = [lent(seed) for seed in range(5)]
+
+    async def test(borrower):
+        before = open_files().total()
+        tokens = [borrower.open(lender.descriptor) for lender, _ in lenders]
+        for _ in range(2):
+            for seed, (lender, buffer) in enumerate(lenders):
+                found = fetched(borrower, tokens[seed], lender.place(buffer))
+                np.testing.assert_array_equal(found, content(seed))
+                assert open_files().total() <= before + 2
+
+    with_borrower(test)
+
+
+def test_a_file_that_is_read_stays_open_until_the_end(monkeypatch, held_reads):
+    monkeypatch.setattr(shared, "MOST_OPEN", 1)
+    lenders = [lent(seed) for seed in range(2)]
+
+    async def test(borrower):
+        tokens = [borrower.open(lender.descriptor) for lender, _ in lenders]
+        reads = [
+            asyncio.create_task(asyncio.to_thread(fetched, borrower, token, lender.place(buffer)))
+            for token, (lender, buffer) in zip(tokens, lenders, strict=True)
+        ]
+        for _ in reads:
+            await held_reads.begun()
+        held_reads.let_go()
+        for seed, read in enumerate(reads):
+            np.testing.assert_array_equal(await read, content(seed))
 
     with_borrower(test)
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 
 #: Number of each system call that a profile may name, by machine.
 _NUMBERS = {
-    "x86_64": {"memfd_create": 319, "pidfd_open": 434, "ptrace": 101},
-    "aarch64": {"memfd_create": 279, "pidfd_open": 434, "ptrace": 117},
+    "x86_64": {"memfd_create": 319, "ptrace": 101},
+    "aarch64": {"memfd_create": 279, "ptrace": 117},
 }
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
