@@ -6,6 +6,9 @@ clusters on the same hosts take turns. One of them has the runtime.
     python -m benchmarks.broadcast
     python -m benchmarks.broadcast --hosts 2 --workers-each 4
     python -m benchmarks.broadcast --how replicate --rate 8gbit
+    python -m benchmarks.broadcast --how tasks
+
+With `--how tasks`, nobody asks for copies: one task on each worker needs the value.
 """
 
 from __future__ import annotations
@@ -38,12 +41,16 @@ def received_nbytes(n_hosts: int) -> list[int]:
 
 
 def once(client: Client, how: str, nbytes: int, n_hosts: int) -> dict[str, Any]:
-    """Copy a value to all workers; return the seconds and the bytes of the busiest link."""
+    """Bring a value to all workers; return the seconds and the bytes of the busiest link."""
     value = np.random.default_rng(1).bytes(nbytes)
     before = received_nbytes(n_hosts)
     began = time.perf_counter()
     if how == "scatter":
         future = client.scatter(np.frombuffer(value, np.uint8), broadcast=True, hash=False)
+    elif how == "tasks":
+        workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        future = client.submit(np.zeros, nbytes, np.uint8, workers=workers[:1], pure=False)
+        wait([client.submit(len, future, workers=[one], pure=False) for one in workers])
     else:
         future = client.submit(np.zeros, nbytes, np.uint8, pure=False)
         wait(future)
@@ -71,7 +78,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--workers-each", type=int, default=1)
     parser.add_argument("--rate", default="1600mbit", help="rate of each host's link")
-    parser.add_argument("--how", choices=["scatter", "replicate"], default="scatter")
+    parser.add_argument("--how", choices=["scatter", "replicate", "tasks"], default="scatter")
     options = parser.parse_args()
     nbytes = int(NBYTES * options.scale)
     runs: dict[str, list[dict[str, Any]]] = {"stock": [], "enabled": []}
@@ -83,7 +90,8 @@ def main() -> None:
         order = list(Sides(one, other).both())
         for repeat in range(options.repeats + 1):
             for side, client in order:
-                run = once(client, options.how, nbytes, options.hosts)
+                with client.as_current():
+                    run = once(client, options.how, nbytes, options.hosts)
                 if repeat:
                     runs[side].append(run)
             order.reverse()

@@ -30,7 +30,7 @@ from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
-from dask_gpurt.plugins.patches.gather_dep import GatherRetry
+from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
 from dask_gpurt.plugins.patches.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
@@ -410,7 +410,7 @@ class Attachment:
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
-        self._gather_retry = GatherRetry(worker)
+        self._transfers = ValueTransfers(worker, self._broadcasts.awaited.get_all)
         self._shown = ShownShuffles(worker, state.links.sent)
         self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
         self._whole_close = WholeClose(worker, state.close)
@@ -431,7 +431,7 @@ class Attachment:
         return self._memory.explain(key) if self._memory is not None else None
 
     def task_left(self, key: Any, state: str) -> None:
-        self._gather_retry.task_ended()
+        self._transfers.task_ended()
         if state == "long-running":
             if self._memory is not None:
                 self._memory.seceded(key)
@@ -462,7 +462,7 @@ class Attachment:
         self._gc_freeze.close()
         self._reads.uninstall()
         self._turns.uninstall()
-        self._gather_retry.uninstall()
+        self._transfers.uninstall()
         self._shown.uninstall()
         self._counted.uninstall()
         self._lookup.uninstall()

@@ -18,6 +18,7 @@ from distributed.metrics import time
 from dask_gpurt.collectives.choice import LinkCosts, chain_slices
 from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.broadcast_run import spread
+from dask_gpurt.plugins.collectives.wide_values import WideValues
 from dask_gpurt.plugins.patches.p2p import to_serialize
 from dask_gpurt.plugins.patches.values.replicate import KeptReplicas, ReplicateSwap, stretches_of
 from dask_gpurt.shuffle.routing import host_of
@@ -53,11 +54,13 @@ class Broadcaster:
         self._ready = ready
         self._kept = KeptReplicas(scheduler)
         self._swap = ReplicateSwap(scheduler, self.broadcast, self.scatter, self._kept.keep)
+        self._wide = WideValues(scheduler, self.broadcast, ready)
         self.n_values = self.n_copies = self.nbytes = 0
         self.seconds = 0.0
 
     def uninstall(self) -> None:
         """Restore stock Dask's replication."""
+        self._wide.uninstall()
         self._swap.uninstall()
         self._kept.uninstall()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.collectives.awaited_values import AwaitedValues
 from dask_gpurt.plugins.collectives.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
@@ -34,6 +35,7 @@ class WorkerBroadcasts:
     def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
         self._worker = worker
         self._state = state
+        self.awaited = AwaitedValues(worker)
         self._runs: dict[str, BroadcastRun] = {}
         #: How each broadcast ended: the size of the value here, or the reason that there is none.
         self._ends: dict[str, asyncio.Task[int | str]] = {}
@@ -106,7 +108,9 @@ class WorkerBroadcasts:
             try:
                 await run.run()
                 value = await asyncio.to_thread(received.value)
-                return take_replica(self._worker, key, value)
+                size = take_replica(self._worker, key, value)
+                self.awaited.arrived(key, value)
+                return size
             except Exception as error:
                 # As text: an error would keep the memory of the value.
                 logger.warning("a broadcast failed here: %s", error)

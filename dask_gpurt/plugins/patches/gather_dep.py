@@ -1,8 +1,12 @@
-"""Retries of transfers that failed because a worker had no memory to deserialize their values.
+"""Transfers of values for tasks: large ones may come by broadcast, failed ones are tried again.
 
-Stock Dask treats this as an error of the values and keeps it to itself: tasks that need them wait
-for ever (dask/distributed#6705). The peer waits for ever too: for an acknowledgement, on a
-connection that is reused for the next message.
+*Broadcasts.* A worker first looks whether broadcasts bring large values that it needs
+(`plugins.collectives.awaited_values`). It fetches the others.
+
+*Retries.* A worker may have no memory to deserialize the values that it has fetched. Stock Dask
+treats this as an error of the values and keeps it to itself: tasks that need them wait for ever
+(dask/distributed#6705). The peer waits for ever too: for an acknowledgement, on a connection that
+is reused for the next message.
 
 Memory comes and goes with tasks, most of all GPU memory. So the worker requests the values again
 when a task has ended. If no running task could free memory, the tasks that need the values fail
@@ -10,12 +14,13 @@ with an explanation. Values that fail for another reason are for `failed_moves`,
 
 | what | why | taken back by |
 |---|---|---|
-| `Worker.gather_dep` | treats a lack of memory like a busy peer: asks again |
-`GatherRetry.uninstall` |
+| `Worker.gather_dep` | waits for a broadcast; treats a lack of memory like a busy peer |
+`ValueTransfers.uninstall` |
 | `Worker.rpc.reuse` | closes a connection whose peer still waits for an acknowledgement |
-`GatherRetry.uninstall` |
-| `GatherDepFailureEvent`, `GatherDepBusyEvent`, `FreeKeysEvent`, `WorkerState.executing`,
-`TaskState.run_id` | the outcome of a transfer, whether a task may end, and the tasks that fail | |
+`ValueTransfers.uninstall` |
+| `GatherDepSuccessEvent`, `GatherDepFailureEvent`, `GatherDepBusyEvent`, `FreeKeysEvent`,
+`WorkerState.executing`, `TaskState.run_id` | the outcome of a transfer, whether a task may end, and
+the tasks that fail | |
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -35,6 +40,7 @@ from distributed.worker_state_machine import (
     FreeKeysEvent,
     GatherDepBusyEvent,
     GatherDepFailureEvent,
+    GatherDepSuccessEvent,
 )
 
 if TYPE_CHECKING:
@@ -44,12 +50,23 @@ logger = logging.getLogger("dask_gpurt.memory")
 
 #: If no task ends for so long and none runs, nothing will free memory.
 PATIENCE_S = 10.0
+#: Time until a busy peer is asked again. Stock Dask waits as long.
+_BUSY_S = 0.15
 
 
-class GatherRetry:
-    """The patch that makes one worker retry transfers it had no memory for, until `uninstall`."""
+class ValueTransfers:
+    """The patch of one worker's transfers, until `uninstall`.
 
-    def __init__(self, worker: Worker) -> None:
+    Parameters
+    ----------
+    broadcasts
+        Returns the values that broadcasts bring, by key. Called with the size of each value that
+        is to be fetched.
+    """
+
+    def __init__(
+        self, worker: Worker, broadcasts: Callable[[Mapping[Any, int]], Awaitable[dict[Any, Any]]]
+    ) -> None:
         self._worker = worker
         self._n_ended = 0
         self._ended = asyncio.Event()
@@ -57,6 +74,29 @@ class GatherRetry:
         stock_gather_dep, stock_reuse = worker.gather_dep, worker.rpc.reuse
 
         async def gather_dep(
+            worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
+        ) -> Any:
+            tasks = self._worker.state.tasks
+            sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
+            arrived = await broadcasts(sizes)
+            rest = [key for key in to_gather if key not in arrived]
+            if not rest:
+                return GatherDepSuccessEvent(
+                    worker=worker,
+                    total_nbytes=total_nbytes,
+                    data=arrived,
+                    stimulus_id=f"gpurt-broadcast-{time()}",
+                )
+            event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
+            while arrived and isinstance(event, GatherDepBusyEvent):
+                # The worker would take this event for all values, and fetch all of them later.
+                await asyncio.sleep(_BUSY_S)
+                event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
+            if isinstance(event, GatherDepSuccessEvent):
+                event.data.update(arrived)
+            return event
+
+        async def fetch(
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
         ) -> Any:
             n_ended = self._n_ended

@@ -1,0 +1,70 @@
+"""Large values that tasks on several workers need: the worker's side.
+
+Before a worker fetches a large value for a task, it asks the scheduler whether a broadcast brings
+it (`wide_values`). If so, it waits for the broadcast. If the scheduler is slow to answer, or the
+broadcast fails, the worker fetches the value as with stock Dask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.plugins.collectives.wide_values import LEAST_WIDE_NBYTES
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+logger = logging.getLogger("dask_gpurt")
+
+#: A worker waits this long for the scheduler's answer, and longer for larger values: as long as a
+#: transfer at this rate would take. So a busy scheduler does not hold up values for long.
+_LEAST_PATIENCE_S, _PATIENCE_RATE = 0.02, 2e9
+
+
+class AwaitedValues:
+    """The large values that this worker needs and does not have yet. On the event loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        #: By key, the values that arrived while somebody waits for them.
+        self._arrived: dict[Any, list[Any]] = {}
+
+    def arrived(self, key: Any, value: Any) -> None:
+        """Note that a broadcast brought a value."""
+        if key in self._arrived:
+            self._arrived[key] = [value]
+
+    async def get_all(self, sizes: Mapping[Any, int]) -> dict[Any, Any]:
+        """Return the values that broadcasts bring. The worker must fetch the others.
+
+        Parameters
+        ----------
+        sizes
+            By key, the bytes of each value that the worker needs.
+        """
+        large = [key for key, nbytes in sizes.items() if nbytes >= LEAST_WIDE_NBYTES]
+        if not large:
+            return {}
+        found = await asyncio.gather(*(self._get(key, sizes[key]) for key in large))
+        return {key: value for key, one in zip(large, found, strict=True) for value in one}
+
+    async def _get(self, key: Any, nbytes: int) -> tuple[Any, ...]:
+        """Return the value that a broadcast brings in a tuple, or an empty one."""
+        scheduler: Any = self._worker.scheduler
+        self._arrived[key] = []
+        try:
+            async with asyncio.timeout(max(_LEAST_PATIENCE_S, nbytes / _PATIENCE_RATE)):
+                comes = await scheduler.gpurt_wanted(key=key, worker=self._worker.address)
+            if comes:
+                await scheduler.gpurt_brought(key=key)
+            return tuple(self._arrived[key])
+        except TimeoutError:
+            return ()
+        except Exception as error:  # the runtime is off there, or the scheduler is gone
+            logger.debug("nobody knows of a broadcast of %r: %r", key, error)
+            return ()
+        finally:
+            del self._arrived[key]

@@ -1,0 +1,93 @@
+"""Large values that tasks on several workers need: the scheduler's side.
+
+Such a value may be the weights of a model, a table to look things up in, or the mean in
+`x - x.mean(0)`. With stock Dask, each of these workers fetches it as a whole from one that has it.
+All of them pull at one network card, ten at a time.
+
+A worker asks here before it fetches a large value (`awaited_values`). If tasks on several workers
+need it, all of these workers get it in one broadcast. Otherwise the worker fetches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.plugins import request_checks
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+#: Workers ask about values of this size or more. To ask takes about a millisecond.
+LEAST_WIDE_NBYTES = 16 << 20
+#: Fewer workers fetch the value: one card serves them well.
+LEAST_WORKERS = 3
+
+
+class WideValues:
+    """The handlers that workers ask about large values, until `uninstall`.
+
+    Parameters
+    ----------
+    broadcast
+        Copies a value to workers, as far as it can.
+    ready
+        Addresses of workers that run the runtime.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        broadcast: Callable[[TaskState, Collection[WorkerState]], Awaitable[None]],
+        ready: Collection[str],
+    ) -> None:
+        self._scheduler = scheduler
+        self._broadcast = broadcast
+        self._ready = ready
+        #: By key, the broadcast under way and the workers that it is for.
+        self._under_way: dict[Any, tuple[asyncio.Task[None], set[str]]] = {}
+        self._handlers: dict[str, Callable[..., Any]]
+        self._handlers = {"gpurt_wanted": self.wanted, "gpurt_brought": self.brought}
+        scheduler.handlers.update(self._handlers)
+
+    def uninstall(self) -> None:
+        """Remove the handlers: workers fetch all values themselves."""
+        for name in self._handlers:
+            self._scheduler.handlers.pop(name, None)
+
+    async def wanted(self, key: Any, worker: str) -> bool:
+        """Handler: return whether a broadcast brings a value to a worker that needs it."""
+        request_checks.key(key)
+        request_checks.name("worker", worker)
+        if key not in self._under_way:
+            self._begin(key)
+        _, targets = self._under_way.get(key, (None, ()))
+        return worker in targets
+
+    async def brought(self, key: Any) -> None:
+        """Handler: answer when no broadcast of a value is under way any more."""
+        task, _ = self._under_way.get(request_checks.key(key), (None, ()))
+        if task is not None:
+            await asyncio.wait({task})
+
+    def _begin(self, key: Any) -> None:
+        """Begin a broadcast of a value if tasks on enough workers need it."""
+        ts = self._scheduler.tasks.get(key)
+        if ts is None or ts.state != "memory" or ts.get_nbytes() < LEAST_WIDE_NBYTES:
+            return
+        holders = ts.who_has or set()
+        needing = {
+            ws
+            for waiter in ts.waiters or ()
+            if (ws := waiter.processing_on) is not None
+            and ws not in holders
+            and ws.address in self._ready
+        }
+        # Many holders serve many workers, each with its own card.
+        if len(needing) < max(LEAST_WORKERS, len(holders) + 1):
+            return
+        task = asyncio.ensure_future(self._broadcast(ts, needing))
+        self._under_way[key] = task, {ws.address for ws in needing}
+        task.add_done_callback(lambda _: self._under_way.pop(key, None))

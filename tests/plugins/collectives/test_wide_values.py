@@ -1,0 +1,139 @@
+"""Large values that several workers need arrive in one broadcast, or as with stock Dask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from distributed import Event
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.plugins.collectives import awaited_values, wide_values
+from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
+
+#: Three addresses of this machine stand for three hosts.
+HOSTS = [("127.0.0.1", 1)] * 2 + [("127.0.0.2", 1)] * 2 + [("127.0.0.3", 1)] * 2
+CONFIG = {"gpurt.enabled": True}
+LARGE_NBYTES = 16 << 20
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """Let workers wait for the scheduler's answer: all of them share its thread here."""
+    monkeypatch.setattr(awaited_values, "_LEAST_PATIENCE_S", 60.0)
+
+
+def on_cluster(**settings):
+    return gen_cluster(client=True, nthreads=HOSTS, config={**CONFIG, **settings})
+
+
+def report(s):
+    return s.plugins["gpurt"].broadcaster.report()
+
+
+def made(nbytes):
+    return np.arange(nbytes // 8)
+
+
+def total(value, number):
+    return int(value.sum()) + number
+
+
+def sent_nbytes(workers):
+    return sum(worker.transfer_outgoing_bytes_total for worker in workers)
+
+
+async def used_by(c, value, workers):
+    """Use a value on each of these workers, and check the results."""
+    uses = [
+        c.submit(total, value, number, workers=[worker.address])
+        for number, worker in enumerate(workers)
+    ]
+    expected = int(made(LARGE_NBYTES).sum())
+    assert await c.gather(uses) == [expected + number for number in range(len(workers))]
+
+
+@on_cluster()
+async def test_a_result_that_all_need_is_broadcast(c, s, *workers):
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    await used_by(c, value, workers)
+    found = report(s)
+    assert (found["values"], found["copies"]) == (1, len(workers) - 1)
+    # Nobody fetched it as well.
+    assert sent_nbytes(workers) < LARGE_NBYTES
+
+
+@on_cluster()
+async def test_a_value_of_the_client_is_broadcast(c, s, *workers):
+    value = await c.scatter(made(LARGE_NBYTES), workers=[workers[2].address])
+    # All tasks become ready at once, as those of one graph do.
+    start = c.submit(lambda: Event("start").wait(), workers=[workers[2].address])
+    uses = [c.submit(total, value, start, workers=[one.address], pure=False) for one in workers]
+    while len(s.tasks[value.key].dependents) < len(workers):
+        await asyncio.sleep(0)
+    await Event("start").set()
+    await c.gather(uses)
+    assert report(s)["copies"] == len(workers) - 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "n_workers"), [(LARGE_NBYTES // 2, 6), (LARGE_NBYTES, wide_values.LEAST_WORKERS)]
+)
+def test_small_values_and_few_workers_are_left_to_stock(nbytes, n_workers):
+    @on_cluster()
+    async def test(c, s, *workers):
+        # One of them has the value already.
+        value = c.submit(made, nbytes, workers=[workers[0].address])
+        uses = [
+            c.submit(total, value, 0, workers=[worker.address], pure=False)
+            for worker in workers[:n_workers]
+        ]
+        assert len(set(await c.gather(uses))) == 1
+        assert report(s)["values"] == 0
+
+    test()
+
+
+@on_cluster(**{"gpurt.collectives.enabled": False})
+async def test_the_setting_leaves_large_values_to_stock(c, s, *workers):
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    await used_by(c, value, workers)
+    assert sent_nbytes(workers) > (len(workers) - 1) * LARGE_NBYTES
+
+
+@on_cluster()
+async def test_workers_fetch_if_the_scheduler_is_slow(c, s, *workers):
+    stock, may_answer = s.handlers["gpurt_wanted"], asyncio.Event()
+
+    async def slow(key, worker):
+        await may_answer.wait()
+        return await stock(key=key, worker=worker)
+
+    s.handlers["gpurt_wanted"] = slow
+    awaited_values._LEAST_PATIENCE_S = 0.01
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    await used_by(c, value, workers)
+    may_answer.set()
+    assert report(s)["values"] == 0
+
+
+@on_cluster()
+async def test_workers_fetch_what_a_broadcast_fails_to_bring(c, s, *workers):
+    async def broken(run, header, payload):
+        raise OSError("it is broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BroadcastRun, "take", broken)
+        value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+        await used_by(c, value, workers)
+    assert report(s)["copies"] == 0
+
+
+@on_cluster()
+async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    await used_by(c, value, workers)
+    assert not s.plugins["gpurt"].broadcaster._wide._under_way
+    attached = [worker.plugins["gpurt"]._attachment for worker in workers]
+    assert not any(one._broadcasts.awaited._arrived for one in attached)
