@@ -221,6 +221,9 @@ def explain(client: Client, key: Any) -> Any:
             For each worker that holds the output and manages its memory: ``levels`` with the bytes
             in each, and a ``reason``. Present even if ``known`` is false. See
             `dask_gpurt.memory.store_report.explained`.
+        ``broadcast`` : dict or None
+            How the output was copied to many workers: ``copies``, ``hosts``, ``slices``,
+            ``seconds``, and ``stock_s``, the seconds that stock Dask would have taken at least.
 
     Raises
     ------

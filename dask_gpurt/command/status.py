@@ -94,7 +94,9 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     if (sent := found.get("broadcasts")) and sent["values"]:
         made = f"{sent['values']} values, {sent['copies']} copies"
         moved = f"{format_bytes(sent['nbytes'])} in {sent['seconds']:.1f} s"
-        rows += [("broadcasts", f"{made}, {moved}")]
+        last = sent["recent"][-1]
+        compared = "" if last["stock_s"] is None else f" (stock at least {last['stock_s']:.1f} s)"
+        rows += [("broadcasts", f"{made}, {moved}; the last in {last['seconds']:.1f} s{compared}")]
     lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)

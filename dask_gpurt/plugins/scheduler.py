@@ -258,6 +258,7 @@ class GpurtScheduler(SchedulerPlugin):
             said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
         else:
             said = self.placement.explain(key)
+        said["broadcast"] = self.broadcaster.explain(key) if self.broadcaster is not None else None
         where = await self._where(key)
         return {**said, "memory": where.received, "silent": where.silent}
 
@@ -295,7 +296,7 @@ class GpurtScheduler(SchedulerPlugin):
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._remove_handlers(self._handlers)
-        # From here on, no handler can start another probe of links.
+        # No handler can start another probe of links any more.
         await self.machines.close()
         try:
             # Wait, or a worker could be told to remove a plugin before it has it.
@@ -455,8 +456,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: return activity, fallbacks with reasons, and each worker's report.
 
-        Without reports, counters are as of the last heartbeats, and a program that asks again
-        should wait for `rest_s` seconds.
+        Without reports, counters are as of the last heartbeats. Ask again after `rest_s` seconds.
         """
         request_checks.flag("reports", reports)
         # A client that connects during activation must not activate again.

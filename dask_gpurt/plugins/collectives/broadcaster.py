@@ -10,12 +10,15 @@ Stock Dask makes all copies that are missing in the end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distributed.metrics import time
 
 from dask_gpurt.collectives.choice import LinkCosts, chain_slices
+from dask_gpurt.collectives.stock_time import card_seconds, fetch_units, replicate_units
 from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.broadcast_run import spread
 from dask_gpurt.plugins.collectives.wide_values import WideValues
@@ -36,6 +39,8 @@ LEAST_NBYTES = 1 << 20
 LEAST_COPIES = 2
 #: Number of tries, each without the workers that failed before.
 N_TRIES = 3
+#: Broadcasts that are remembered for `explain` and `status`.
+N_RECENT = 32
 #: Costs of messages of Dask, between hosts of an ordinary network. They decide about slices only.
 _COSTS = LinkCosts(hop_s=2e-3, message_s=1e-3, rate=1.25e9, inside_rate=5e9)
 
@@ -54,9 +59,11 @@ class Broadcaster:
         self._ready = ready
         self._kept = KeptReplicas(scheduler)
         self._swap = ReplicateSwap(scheduler, self.broadcast, self.scatter, self._kept.keep)
-        self._wide = WideValues(scheduler, self.broadcast, ready)
+        needed = partial(self.broadcast, stock_units=fetch_units)
+        self._wide = WideValues(scheduler, needed, ready)
         self.n_values = self.n_copies = self.nbytes = 0
         self.seconds = 0.0
+        self._recent: deque[dict[str, Any]] = deque(maxlen=N_RECENT)
 
     def uninstall(self) -> None:
         """Restore stock Dask's replication."""
@@ -71,10 +78,34 @@ class Broadcaster:
             "copies": self.n_copies,
             "nbytes": self.nbytes,
             "seconds": self.seconds,
+            "recent": list(self._recent),
         }
 
-    async def broadcast(self, ts: TaskState, targets: Collection[WorkerState]) -> None:
-        """Copy a value to workers that lack it, as far as that works."""
+    def explain(self, key: Any) -> dict[str, Any] | None:
+        """Return how a value was last broadcast, or None if that is not known.
+
+        Returns
+        -------
+        dict
+            `nbytes`, `copies`, `hosts`, `slices` and `seconds`. `stock_s` is the time that stock
+            Dask would have taken at least; None if no network card was used.
+        """
+        return next((one for one in reversed(self._recent) if one["key"] == str(key)), None)
+
+    async def broadcast(
+        self,
+        ts: TaskState,
+        targets: Collection[WorkerState],
+        stock_units: Callable[[int], int] = replicate_units,
+    ) -> None:
+        """Copy a value to workers that lack it, as far as that works.
+
+        Parameters
+        ----------
+        stock_units
+            The time of stock Dask, as in `collectives.stock_time`, given the number of copies for
+            other hosts.
+        """
         if ts.get_nbytes() < LEAST_NBYTES:
             return
         failed: set[str] = set()
@@ -85,14 +116,21 @@ class Broadcaster:
             ]
             if not holders or len(missing) < LEAST_COPIES:
                 return
-            failed |= await self._try(ts, min(holders, key=lambda ws: ws.address), missing)
+            root = min(holders, key=lambda ws: ws.address)
+            failed |= await self._try(ts, root, missing, stock_units)
             if not failed:
                 return
 
     def _can(self, ws: WorkerState, failed: Collection[str]) -> bool:
         return ws.address in self._ready and ws.address not in failed
 
-    async def _try(self, ts: TaskState, root: WorkerState, missing: list[WorkerState]) -> set[str]:
+    async def _try(
+        self,
+        ts: TaskState,
+        root: WorkerState,
+        missing: list[WorkerState],
+        stock_units: Callable[[int], int],
+    ) -> set[str]:
         """Broadcast once; return the workers that failed."""
         others, n_slices = self._way(root.address, missing, nbytes := ts.get_nbytes())
         began_s = time()
@@ -111,7 +149,8 @@ class Broadcaster:
             else:  # the client has dropped it meanwhile
                 message = {"op": "free-keys", "keys": [ts.key], "stimulus_id": f"gpurt-{began_s}"}
                 self._scheduler.worker_send(address, message)
-        self._count(ts.key, nbytes, answer, time() - began_s)
+        way = [root.address, *others], n_slices
+        self._count(ts.key, nbytes, way, answer, time() - began_s, stock_units)
         return set(answer["failed"])
 
     async def scatter(
@@ -137,7 +176,8 @@ class Broadcaster:
             others,
             n_slices,
         )
-        self._count(key, nbytes, answer, time() - began_s)
+        way = [name, *others], n_slices
+        self._count(key, nbytes, way, answer, time() - began_s, replicate_units)
         return answer["reached"]
 
     def _way(
@@ -149,7 +189,30 @@ class Broadcaster:
         n_hosts = len({host_of(one) for one in [root, *others]})
         return others, chain_slices(n_hosts, nbytes, _COSTS)
 
-    def _count(self, key: Any, nbytes: int, answer: dict[str, Any], seconds: float) -> None:
+    def _count(
+        self,
+        key: Any,
+        nbytes: int,
+        way: tuple[list[str], int],
+        answer: dict[str, Any],
+        seconds: float,
+        stock_units: Callable[[int], int],
+    ) -> None:
+        addresses, n_slices = way
+        hosts = list(map(host_of, addresses))
+        card_s = card_seconds(seconds, n_hosts := len(set(hosts)), n_slices)
+        n_away = sum(one != hosts[0] for one in hosts)
+        self._recent.append(
+            {
+                "key": str(key),
+                "nbytes": nbytes,
+                "copies": len(answer["reached"]),
+                "hosts": n_hosts,
+                "slices": n_slices,
+                "seconds": seconds,
+                "stock_s": card_s and card_s * stock_units(n_away),
+            }
+        )
         self.n_values += 1
         self.n_copies += len(answer["reached"])
         self.nbytes += nbytes * len(answer["reached"])

@@ -6,9 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-from distributed import Event
+from distributed import Event, wait
 from distributed.utils_test import gen_cluster
 
+import dask_gpurt
 from dask_gpurt.plugins.collectives import awaited_values, wide_values
 from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
 
@@ -36,7 +37,7 @@ def made(nbytes):
     return np.arange(nbytes // 8)
 
 
-def total(value, number):
+def total(value, number, _start):
     return int(value.sum()) + number
 
 
@@ -44,22 +45,36 @@ def sent_nbytes(workers):
     return sum(worker.transfer_outgoing_bytes_total for worker in workers)
 
 
-async def used_by(c, value, workers):
-    """Use a value on each of these workers, and check the results."""
+async def used_by(c, s, value, workers):
+    """Use a value on each of these workers, and check the results.
+
+    All uses become ready at once, as those of one graph do.
+    """
+    start = c.submit(lambda: Event("start").wait(), workers=[workers[1].address])
     uses = [
-        c.submit(total, value, number, workers=[worker.address])
+        c.submit(total, value, number, start, workers=[worker.address])
         for number, worker in enumerate(workers)
     ]
-    expected = int(made(LARGE_NBYTES).sum())
+    while value.key not in s.tasks or len(s.tasks[value.key].dependents) < len(workers):
+        await asyncio.sleep(0)
+    await wait(value)
+    await Event("start").set()
+    n = s.tasks[value.key].nbytes // 8
+    expected = n * (n - 1) // 2
     assert await c.gather(uses) == [expected + number for number in range(len(workers))]
 
 
 @on_cluster()
 async def test_a_result_that_all_need_is_broadcast(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-    await used_by(c, value, workers)
+    await used_by(c, s, value, workers)
     found = report(s)
     assert (found["values"], found["copies"]) == (1, len(workers) - 1)
+    explained = (await dask_gpurt.explain(c, value))["broadcast"]
+    assert explained == found["recent"][0]
+    assert (explained["hosts"], explained["copies"]) == (3, len(workers) - 1)
+    # Four other workers fetch from one, as stock Dask does it.
+    assert explained["stock_s"] > 2 * explained["seconds"]
     # Nobody fetched it as well.
     assert sent_nbytes(workers) < LARGE_NBYTES
 
@@ -67,13 +82,7 @@ async def test_a_result_that_all_need_is_broadcast(c, s, *workers):
 @on_cluster()
 async def test_a_value_of_the_client_is_broadcast(c, s, *workers):
     value = await c.scatter(made(LARGE_NBYTES), workers=[workers[2].address])
-    # All tasks become ready at once, as those of one graph do.
-    start = c.submit(lambda: Event("start").wait(), workers=[workers[2].address])
-    uses = [c.submit(total, value, start, workers=[one.address], pure=False) for one in workers]
-    while len(s.tasks[value.key].dependents) < len(workers):
-        await asyncio.sleep(0)
-    await Event("start").set()
-    await c.gather(uses)
+    await used_by(c, s, value, workers)
     assert report(s)["copies"] == len(workers) - 1
 
 
@@ -85,11 +94,7 @@ def test_small_values_and_few_workers_are_left_to_stock(nbytes, n_workers):
     async def test(c, s, *workers):
         # One of them has the value already.
         value = c.submit(made, nbytes, workers=[workers[0].address])
-        uses = [
-            c.submit(total, value, 0, workers=[worker.address], pure=False)
-            for worker in workers[:n_workers]
-        ]
-        assert len(set(await c.gather(uses))) == 1
+        await used_by(c, s, value, workers[:n_workers])
         assert report(s)["values"] == 0
 
     test()
@@ -98,7 +103,7 @@ def test_small_values_and_few_workers_are_left_to_stock(nbytes, n_workers):
 @on_cluster(**{"gpurt.collectives.enabled": False})
 async def test_the_setting_leaves_large_values_to_stock(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-    await used_by(c, value, workers)
+    await used_by(c, s, value, workers)
     assert sent_nbytes(workers) > (len(workers) - 1) * LARGE_NBYTES
 
 
@@ -113,7 +118,7 @@ async def test_workers_fetch_if_the_scheduler_is_slow(c, s, *workers):
     s.handlers["gpurt_wanted"] = slow
     awaited_values._LEAST_PATIENCE_S = 0.01
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-    await used_by(c, value, workers)
+    await used_by(c, s, value, workers)
     may_answer.set()
     assert report(s)["values"] == 0
 
@@ -126,14 +131,14 @@ async def test_workers_fetch_what_a_broadcast_fails_to_bring(c, s, *workers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BroadcastRun, "take", broken)
         value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-        await used_by(c, value, workers)
+        await used_by(c, s, value, workers)
     assert report(s)["copies"] == 0
 
 
 @on_cluster()
 async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-    await used_by(c, value, workers)
+    await used_by(c, s, value, workers)
     assert not s.plugins["gpurt"].broadcaster._wide._under_way
     attached = [worker.plugins["gpurt"]._attachment for worker in workers]
     assert not any(one._broadcasts.awaited._arrived for one in attached)
