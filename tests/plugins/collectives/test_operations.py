@@ -1,0 +1,162 @@
+"""Each operation gives NumPy's result on every rank, with every algorithm and type."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dask_gpurt.collectives import Communicator
+from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
+
+#: Elements: none, one, fewer than ranks, a message, and more than a message or a job of the loop.
+LENGTHS = [0, 1, 3, 1000, 150_000]
+
+
+def value(rank, length, dtype):
+    """Return a rank's value; sums of floats depend on the order of ranks."""
+    rng = np.random.default_rng(rank)
+    if np.dtype(dtype).kind in "fc":
+        return (rng.random(length) * 10.0 ** rng.integers(-4, 2, length)).astype(dtype)
+    return rng.integers(0, 2 if dtype == "?" else 100, length).astype(dtype)
+
+
+def all_operations(comm, _, lengths, dtype):
+    found = []
+    for length in lengths:
+        array = value(comm.rank, length, dtype)
+        before = array.copy()
+        rows = value(comm.rank, 7 * length, dtype).reshape(7, length)
+        found.append(
+            {
+                "all_reduce": comm.allreduce(array),
+                "reduce_scatter": comm.reduce_scatter(rows),
+                "all_gather": comm.all_gather(array),
+                "broadcast": comm.broadcast(array if comm.rank == 3 else None, root=3),
+            }
+        )
+        assert (array == before).all()
+    return found
+
+
+def reduced(arrays):
+    total = arrays[0]
+    for one in arrays[1:]:
+        total = total + one
+    return total
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EACH)
+def test_every_algorithm_has_the_result_of_numpy(collective, algorithm):
+    @on_cluster()
+    async def test(c, s, *workers):
+        n, dtype = len(workers), "i4"
+        with forced(collective, algorithm):
+            async with Communicator(c) as comm:
+                futures = await comm.run(all_operations, None, LENGTHS, dtype)
+                results = await c.gather(futures)
+        for number, length in enumerate(LENGTHS):
+            values = [value(rank, length, dtype) for rank in range(n)]
+            rows = [value(rank, 7 * length, dtype).reshape(7, length) for rank in range(n)]
+            parts = np.array_split(reduced(rows), n)
+            for rank in range(n):
+                found = results[rank][number]
+                np.testing.assert_array_equal(found["all_reduce"], reduced(values))
+                np.testing.assert_array_equal(found["reduce_scatter"], parts[rank])
+                np.testing.assert_array_equal(found["all_gather"], np.stack(values))
+                np.testing.assert_array_equal(found["broadcast"], values[3])
+        del futures
+        await assert_nothing_stays(c, s, *workers)
+
+    test()
+
+
+@on_cluster()
+async def test_all_ranks_have_the_same_bits_in_every_type(c, s, *workers):
+    async with Communicator(c) as comm:
+        for dtype in ("f8", "f4", "f2", "c16", "u1", "i8", "?", ">f8"):
+            futures = await comm.run(all_operations, None, [1000], dtype)
+            results = await c.gather(futures)
+            bits = {one[0]["all_reduce"].tobytes() for one in results}
+            assert len(bits) == 1, dtype
+            assert {one[0]["all_reduce"].dtype for one in results} == {np.dtype(dtype)}
+            values = [value(rank, 1000, dtype) for rank in range(len(workers))]
+            # Floats are added in another order than NumPy's, which is the same each time.
+            np.testing.assert_allclose(results[0][0]["all_reduce"], reduced(values), rtol=1e-2)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "any", "all"])
+def test_every_way_to_combine(op):
+    def step(comm, _):
+        return comm.allreduce(np.arange(4) % (comm.rank + 2), op)
+
+    @on_cluster()
+    async def test(c, s, *workers):
+        async with Communicator(c) as comm:
+            found = (await c.gather(await comm.run(step)))[0]
+        values = np.stack([np.arange(4) % (rank + 2) for rank in range(len(workers))])
+        np.testing.assert_array_equal(found, getattr(values, op)(axis=0).astype(found.dtype))
+
+    test()
+
+
+def odd_shapes(comm, _):
+    cube = np.arange(24.0).reshape(2, 3, 4)
+    return [
+        comm.allreduce(comm.rank + 0.5),
+        comm.allreduce(np.asfortranarray(cube[0])),
+        comm.allreduce(cube[:, ::2]),
+        comm.all_gather(np.array(["a", "bcd"][comm.rank % 2 :][:1], dtype="U3")),
+        comm.broadcast(np.datetime64("2026-01-01") if comm.rank == 0 else None),
+        comm.barrier(),
+    ]
+
+
+@on_cluster()
+async def test_numbers_strides_texts_and_dates(c, s, *workers):
+    async with Communicator(c) as comm:
+        results = await c.gather(await comm.run(odd_shapes))
+    cube = np.arange(24.0).reshape(2, 3, 4)
+    for number, plain, strided, texts, date, nothing in results:
+        assert number == sum(rank + 0.5 for rank in range(5)) and number.shape == ()
+        np.testing.assert_array_equal(plain, 5 * cube[0])
+        np.testing.assert_array_equal(strided, 5 * cube[:, ::2])
+        assert texts[:, 0].tolist() == ["a", "bcd", "a", "bcd", "a"]
+        assert date == np.datetime64("2026-01-01")
+        assert nothing is None
+
+
+def one_rank(comm, _):
+    array = np.arange(5)
+    comm.barrier()
+    return [
+        comm.allreduce(array),
+        comm.reduce_scatter(array),
+        comm.all_gather(array)[0],
+        comm.broadcast(array),
+    ]
+
+
+@on_cluster([("127.0.0.1", 1)])
+async def test_one_rank_alone(c, s, a):
+    async with Communicator(c) as comm:
+        (found,) = await c.gather(await comm.run(one_rank))
+    assert [one.tolist() for one in found] == [list(range(5))] * 4
+
+
+def explained(comm, _):
+    assert comm.explain() == {}
+    comm.allreduce(np.ones(1 << 20))
+    return comm.explain()
+
+
+@on_cluster()
+async def test_the_choice_is_explained_and_counted(c, s, *workers):
+    async with Communicator(c) as comm:
+        found = (await c.gather(await comm.run(explained)))[2]
+    assert found["operation"] == "all-reduce" and found["nbytes"] == 8 << 20
+    assert found["chosen"] == found["candidates"][0]["algorithm"] == "two-level"
+    costs = [one["seconds"] for one in found["candidates"]]
+    assert costs == sorted(costs) and len(costs) == 5 and found["seconds"] > 0
+    counted = s.plugins["gpurt"].gangs.report()
+    assert counted["operations"] == {"all-reduce": 1} and counted["nbytes"] == 8 << 20
+    assert counted["algorithms"] == {"two-level": 1}
