@@ -118,7 +118,7 @@ class WorkerRuntime:
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
         #: Shuffles whose shards were damaged on this worker's disk.
         self.kept_off_disk: set[str] = set()
-        self.groups: WorkerGroups | None = None
+        self.groups = WorkerGroups(worker, self)
 
     def keep_off_disk(self, shuffle_id: str) -> None:
         """Keep later runs of a shuffle in memory: its shards were damaged on this disk.
@@ -235,6 +235,7 @@ class WorkerRuntime:
     def attach(self) -> None:
         """Start a new count: the runtime is switched on. Runs on the event loop."""
         self.is_attached = True
+        self.groups.open()
         self._counted_before = self.counters.snapshot()
         self.run_reports.clear()
 
@@ -399,10 +400,9 @@ class Attachment:
         self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
         self._host = HostReporter(worker)
         self._broadcasts = WorkerBroadcasts(worker, state)
-        self._groups = state.groups = WorkerGroups(worker, state)
         handlers = (
             *self._broadcasts.handlers(),
-            *self._groups.handlers(),
+            *state.groups.handlers(),
             self.gpurt_report,
             self.gpurt_explain,
             self._glance.gpurt_glance,
@@ -462,7 +462,7 @@ class Attachment:
 
     def _uninstall(self) -> None:
         self._broadcasts.close()
-        self._groups.close()
+        self.state.groups.close()
         self._counter_sender.leave()
         self._gc_freeze.close()
         self._reads.uninstall()

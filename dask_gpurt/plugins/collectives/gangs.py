@@ -26,7 +26,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.group_messages import Failure
+from dask_gpurt.plugins.collectives.group_messages import GroupFailure
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Gang:
         self.left: set[int] = set()
         #: Ranks whose task has ended.
         self.done: set[int] = set()
-        self.failure: Failure | None = None
+        self.failure: GroupFailure | None = None
         #: Set when all ranks have joined, or when it is known that they will not.
         self.decided = asyncio.Event()
         self.ended = asyncio.Event()
@@ -114,7 +114,7 @@ class Gangs(SchedulerPlugin):
         self._ready, self._reported = ready, reported
         self._gangs: dict[str, Gang] = {}
         #: Failures of groups that have ended, for ranks whose task begins after that.
-        self._past: OrderedDict[str, Failure] = OrderedDict()
+        self._past: OrderedDict[str, GroupFailure] = OrderedDict()
         self._of_key: dict[Any, tuple[Gang, int]] = {}
         self._telling: set[asyncio.Future[Any]] = set()
         self._operations: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class Gangs(SchedulerPlugin):
     def uninstall(self) -> None:
         """End all gangs, and remove the handlers."""
         for gang in list(self._gangs.values()):
-            self._fail(gang, Failure("failed", "the runtime was switched off"))
+            self._fail(gang, GroupFailure("failed", "the runtime was switched off"))
             gang.left.update(gang.joined)
             self._end_if_over(gang)
         for name, handler in self._handlers.items():
@@ -187,7 +187,7 @@ class Gangs(SchedulerPlugin):
         self._add(gang)
         why = self._obstacle(gang) or await self._locked(gang) or self._obstacle(gang)
         if why is not None:
-            self._fail(gang, Failure("gang", why))
+            self._fail(gang, GroupFailure("gang", why))
             return _refused(why)
         return {"why_not": None, "workers": addresses}
 
@@ -255,7 +255,7 @@ class Gangs(SchedulerPlugin):
         gang = self._gangs.get(request_checks.name("name", name))
         if gang is None:
             text = "the group of this rank has ended; call `run` again for another one"
-            return {"failure": self._past.get(name, Failure("gang", text)).plain()}
+            return {"failure": self._past.get(name, GroupFailure("gang", text)).plain()}
         if self._rank(gang, rank) in gang.joined or gang.workers[rank] != worker:
             raise ProtocolError(f"{worker} cannot join as rank {rank}")
         gang.joined.add(rank)
@@ -265,7 +265,7 @@ class Gangs(SchedulerPlugin):
             async with asyncio.timeout(gang.timeout_s):
                 await gang.decided.wait()
         except TimeoutError:
-            self._fail(gang, Failure("gang", gang.late_text()))
+            self._fail(gang, GroupFailure("gang", gang.late_text()))
         failure = None if gang.failure is None else gang.failure.plain()
         return {
             "failure": failure,
@@ -276,7 +276,7 @@ class Gangs(SchedulerPlugin):
 
     async def failed(self, name: str, rank: int, failure: Any) -> dict[str, Any]:
         """Handler: a rank has failed; return the failure of its group, maybe an older one."""
-        found = Failure.checked(failure)
+        found = GroupFailure.checked(failure)
         gang = self._gangs.get(request_checks.name("name", name))
         if gang is None:
             return found.plain()
@@ -291,7 +291,7 @@ class Gangs(SchedulerPlugin):
         gang = self._gangs.get(request_checks.name("name", name))
         if gang is not None and self._rank(gang, rank) not in gang.left:
             if failure is not None:
-                self._fail(gang, Failure.checked(failure))
+                self._fail(gang, GroupFailure.checked(failure))
             if rank == 0 and counts:
                 self._count(counts)
             gang.left.add(rank)
@@ -303,7 +303,7 @@ class Gangs(SchedulerPlugin):
         gangs = [gang for name in request_checks.keys(names) if (gang := self._gangs.get(name))]
         for gang in gangs:
             if request_checks.flag("cancel", cancel):
-                self._fail(gang, Failure("failed", "the client has cancelled the run"))
+                self._fail(gang, GroupFailure("failed", "the client has cancelled the run"))
         for gang in gangs:
             await gang.ended.wait()
         return {}
@@ -352,7 +352,7 @@ class Gangs(SchedulerPlugin):
         if not self._gangs:
             self._scheduler.remove_plugin(self.name)
 
-    def _fail(self, gang: Gang, failure: Failure) -> None:
+    def _fail(self, gang: Gang, failure: GroupFailure) -> None:
         """End a group, unless it has failed already, and tell its ranks."""
         if gang.failure is not None:
             return
@@ -369,7 +369,7 @@ class Gangs(SchedulerPlugin):
                 telling.add_done_callback(self._telling.discard)
         self._end_if_over(gang)
 
-    async def _tell(self, address: str, name: str, failure: Failure) -> None:
+    async def _tell(self, address: str, name: str, failure: GroupFailure) -> None:
         try:
             await self._scheduler.rpc(address).gpurt_collective_abort(
                 name=name, failure=failure.plain()
@@ -393,9 +393,9 @@ class Gangs(SchedulerPlugin):
         if finish == "erred" and rank not in gang.joined:
             ts = self._scheduler.tasks.get(key)
             why = "" if ts is None else str(ts.exception_text)[:1000]
-            self._fail(gang, Failure("gang", f"rank {rank} at {address} cannot begin: {why}"))
+            self._fail(gang, GroupFailure("gang", f"rank {rank} at {address} cannot begin: {why}"))
         elif finish in ("released", "forgotten"):
-            self._fail(gang, Failure("failed", f"the task of rank {rank} was cancelled"))
+            self._fail(gang, GroupFailure("failed", f"the task of rank {rank} was cancelled"))
         self._end_if_over(gang)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
@@ -406,7 +406,7 @@ class Gangs(SchedulerPlugin):
             rank = gang.workers.index(worker)
             if rank not in gang.left:
                 gang.left.add(rank)
-                failure = Failure("lost", rank=rank, address=worker)
+                failure = GroupFailure("lost", rank=rank, address=worker)
                 self._fail(gang, failure)
                 ts = scheduler.tasks.get(key := rank_key(gang.name, rank))
                 if ts is not None and ts.who_wants:
@@ -423,7 +423,7 @@ class Gangs(SchedulerPlugin):
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """End the gangs of a client that leaves. distributed calls this."""
         for gang in [one for one in self._gangs.values() if one.client == client]:
-            self._fail(gang, Failure("failed", f"client {client} has left"))
+            self._fail(gang, GroupFailure("failed", f"client {client} has left"))
 
 
 def _refused(why: str) -> dict[str, Any]:

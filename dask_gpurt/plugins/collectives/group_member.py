@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CollectiveError, ProtocolError, RankLostError
-from dask_gpurt.plugins.collectives.group_messages import Failure, SliceHeader
+from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
 from dask_gpurt.plugins.collectives.operation_run import OperationPlan, OperationRun, TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
 
@@ -61,7 +61,7 @@ class GroupMember:
         #: Addresses of all ranks, once all have begun.
         self.workers: Sequence[str] = ()
         self.timeout_s = 0.0
-        self.failure: Failure | None = None
+        self.failure: GroupFailure | None = None
         self._epoch = -1
         self._current: OperationRun | None = None
         self._running: asyncio.Task[None] | None = None
@@ -95,20 +95,20 @@ class GroupMember:
     def fail(self, error: BaseException) -> None:
         """End the group with an error of this rank, unless another error came first."""
         if self._telling is None and self.failure is None and not self._is_over:
-            self._telling = asyncio.create_task(self._tell(Failure.of(error)))
+            self._telling = asyncio.create_task(self._tell(GroupFailure.of(error)))
 
-    async def _tell(self, failure: Failure) -> None:
+    async def _tell(self, failure: GroupFailure) -> None:
         """Have the scheduler decide on one failure for all ranks, and end with that."""
         try:
             answer = await self._worker.scheduler.gpurt_gang_failed(
                 name=self.name, rank=self.rank, failure=failure.plain()
             )
-            failure = Failure.checked(answer)
+            failure = GroupFailure.checked(answer)
         except Exception as error:
             logger.warning("the scheduler was not told of a failure: %s", error)
         self.end_with(failure)
 
-    def end_with(self, failure: Failure) -> None:
+    def end_with(self, failure: GroupFailure) -> None:
         """End the group, unless it has ended."""
         if self.failure is None and not self._is_over:
             self.failure = failure
@@ -121,7 +121,7 @@ class GroupMember:
         for task in [task for tasks in self._behind.values() for task in tasks]:
             task.cancel()
 
-    async def leave(self, failure: Failure | None) -> None:
+    async def leave(self, failure: GroupFailure | None) -> None:
         """End this rank's part: its step has returned, or raised."""
         if failure is not None:
             self.end_with(failure)
@@ -211,7 +211,7 @@ class GroupMember:
                 drop_message(unsent)
                 raise
             if answer["status"] == OVER or (answer["status"] == LATE and not is_again):
-                raise Failure.checked(answer["failure"]).error()
+                raise GroupFailure.checked(answer["failure"]).error()
             return answer
 
         for _ in range(N_TRIES):
@@ -250,10 +250,10 @@ class GroupMember:
             run = self._current
             if run is None or run.epoch != header.epoch:
                 why = f"rank {self.rank} has done operation {header.epoch} of its group"
-                return {"status": LATE, "failure": Failure("failed", why).plain()}
+                return {"status": LATE, "failure": GroupFailure("failed", why).plain()}
             await run.take(header, payload)
         except CollectiveError as error:
-            return {"status": OVER, "failure": Failure.of(error).plain()}
+            return {"status": OVER, "failure": GroupFailure.of(error).plain()}
         finally:
             self._n_waiting[peer] -= 1
         return {"status": "OK"}

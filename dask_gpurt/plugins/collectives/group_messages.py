@@ -158,7 +158,7 @@ class SliceHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class GroupFailure:
     """Why a group has ended, in plain values. All of its ranks get the same one.
 
     Attributes
@@ -179,7 +179,7 @@ class Failure:
         return asdict(self)
 
     @classmethod
-    def checked(cls, plain: Any) -> Failure:
+    def checked(cls, plain: Any) -> GroupFailure:
         """Return a received failure.
 
         Raises
@@ -198,7 +198,7 @@ class Failure:
         return cls(**plain)
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> GroupFailure:
         if isinstance(error, RankLostError):
             return cls("lost", rank=error.rank, address=error.address)
         return cls("failed", str(error)[: request_checks.MAX_PROBLEM])

@@ -24,7 +24,7 @@ from dask_gpurt.collectives.slice_memory import SliceMemory, empty_like, module_
 from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES
 from dask_gpurt.errors import CollectiveError
-from dask_gpurt.plugins.collectives.group_messages import ADDABLE, MOVABLE, Failure, Subject
+from dask_gpurt.plugins.collectives.group_messages import ADDABLE, MOVABLE, GroupFailure, Subject
 from dask_gpurt.plugins.collectives.operation_run import OperationPlan, TaskThread
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.request_checks import MAX_PROBLEM
@@ -340,8 +340,6 @@ def run_rank(
     def on_loop(function: Callable[..., Any], *arguments: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(function(*arguments), loop).result()
 
-    if groups is None:
-        raise CollectiveError(f"dask_gpurt is off on the worker at {worker.address}")
     member, costs = on_loop(groups.enter, name, rank)
     comm = Rank(member, costs, loop)
     leave = partial(on_loop, groups.leave, member)
@@ -349,7 +347,7 @@ def run_rank(
         result = step(comm, blocks, *state)
     except BaseException as error:
         text = f"rank {rank} at {worker.address} failed: {error!r}"
-        leave(Failure("failed", text[:MAX_PROBLEM]), comm.counts())
+        leave(GroupFailure("failed", text[:MAX_PROBLEM]), comm.counts())
         raise
     leave(None, comm.counts())
     return result

@@ -15,7 +15,7 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import CollectiveError, DamagedError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.group_member import OVER, GroupMember
-from dask_gpurt.plugins.collectives.group_messages import Failure, SliceHeader
+from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class WorkerGroups:
         self._worker = worker
         self._state = state
         self._members: dict[str, GroupMember] = {}
-        self._is_closed = False
+        self._is_closed = True
 
     def handlers(self) -> list[Callable[..., Awaitable[Any]]]:
         return [self.gpurt_collective, self.gpurt_collective_abort]
@@ -57,7 +57,7 @@ class WorkerGroups:
                 name=name, rank=rank, worker=self._worker.address
             )
             if answer["failure"] is not None:
-                raise Failure.checked(answer["failure"]).error()
+                raise GroupFailure.checked(answer["failure"]).error()
         except BaseException:
             await self.leave(member, None, {})
             raise
@@ -66,7 +66,7 @@ class WorkerGroups:
         return member, LinkCosts(**answer["costs"])
 
     async def leave(
-        self, member: GroupMember, failure: Failure | None, counts: Mapping[str, Any]
+        self, member: GroupMember, failure: GroupFailure | None, counts: Mapping[str, Any]
     ) -> None:
         """End a rank's part in its group.
 
@@ -123,18 +123,22 @@ class WorkerGroups:
 
     async def gpurt_collective_abort(self, name: str, failure: Any) -> None:
         """Handler: end a group that has failed elsewhere."""
-        found = Failure.checked(failure)
+        found = GroupFailure.checked(failure)
         member = self._members.get(request_checks.name("name", name))
         if member is not None:
             member.end_with(found)
 
+    def open(self) -> None:
+        """Let ranks begin: the runtime is switched on here."""
+        self._is_closed = False
+
     def close(self) -> None:
         """End all groups: the runtime is switched off here, or the worker closes."""
         self._is_closed = True
-        failure = Failure("failed", f"the runtime was switched off at {self._worker.address}")
+        failure = GroupFailure("failed", f"the runtime was switched off at {self._worker.address}")
         for member in self._members.values():
             member.end_with(failure)
 
 
 def _over(why: str) -> dict[str, Any]:
-    return {"status": OVER, "failure": Failure("failed", why).plain()}
+    return {"status": OVER, "failure": GroupFailure("failed", why).plain()}
