@@ -196,13 +196,10 @@ class Communicator:
             if not all(isinstance(one, Future) for one in found):
                 raise TypeError("blocks must be a Dask collection, or a list of futures")
         else:
-            keys = list(flatten(blocks.__dask_keys__()))
-            held = {future.key: future for future in futures_of(blocks)}
-            if not held.keys() >= set(keys):
-                (blocks,) = self._client.persist([blocks])
-                held = {future.key: future for future in futures_of(blocks)}
-                keys = list(flatten(blocks.__dask_keys__()))
-            found = [held[key] for key in keys]
+            # Computes nothing again that is persisted already.
+            (blocks,) = self._client.persist([blocks])
+            held = {_position(future.key): future for future in futures_of(blocks)}
+            found = [held[_position(key)] for key in flatten(blocks.__dask_keys__())]
         await wait(found)
         for future in found:
             if future.status != "finished":
@@ -243,6 +240,11 @@ class Communicator:
 
     async def __aexit__(self, error: Any, *_: Any) -> None:
         await self._close(error is not None)
+
+
+def _position(key: Any) -> Any:
+    """Return the position of a block. The name may change when a DataFrame is persisted."""
+    return key[1:] if isinstance(key, tuple) else key
 
 
 def _this_task() -> tuple[str | None, Any]:
