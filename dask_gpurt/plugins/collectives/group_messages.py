@@ -93,7 +93,7 @@ class Subject:
             first, second = sorted([(rank, self.call), (peer, other.call)])
             return f"rank {second[0]} calls {second[1]}, rank {first[0]} calls {first[1]}"
         return disagreement(
-            {one: (of.shape, of.dtype) for one, of in ((rank, self), (peer, other))}
+            {one: (of.shape, str(np.dtype(of.dtype))) for one, of in ((rank, self), (peer, other))}
         ) or (
             f"ranks {rank} and {peer} chose {self.algorithm} and {other.algorithm}: "
             "they have different versions of dask_gpurt"
