@@ -25,7 +25,7 @@ from dask_gpurt.collectives.reduction import Operation
 from dask_gpurt.collectives.slice_memory import Buffer, SliceMemory
 from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 from dask_gpurt.devices.host_memory.pool import Tenant
-from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError, TransportError
+from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError
 from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
 from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.shuffle.messages import Message
@@ -354,7 +354,8 @@ class OperationRun:
         self._taken.add((header.step, peer))
         try:
             found = await self._fetched(receive, header, payload)
-        except (DamagedError, TransportError):
+        except BaseException:
+            # It may come again, or this was another one's.
             self._taken.discard((header.step, peer))
             raise
         if receive.adds:

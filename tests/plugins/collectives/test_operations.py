@@ -21,7 +21,7 @@ def value(rank, length, dtype):
 
 
 def all_operations(comm, _, lengths, dtype):
-    found = []
+    found, last = [], comm.size - 1
     for length in lengths:
         array = value(comm.rank, length, dtype)
         before = array.copy()
@@ -31,7 +31,7 @@ def all_operations(comm, _, lengths, dtype):
                 "all_reduce": comm.allreduce(array),
                 "reduce_scatter": comm.reduce_scatter(rows),
                 "all_gather": comm.all_gather(array),
-                "broadcast": comm.broadcast(array if comm.rank == 3 else None, root=3),
+                "broadcast": comm.broadcast(array if comm.rank == last else None, root=last),
             }
         )
         assert (array == before).all()
@@ -63,7 +63,7 @@ def test_every_algorithm_has_the_result_of_numpy(collective, algorithm):
                 np.testing.assert_array_equal(found["all_reduce"], reduced(values))
                 np.testing.assert_array_equal(found["reduce_scatter"], parts[rank])
                 np.testing.assert_array_equal(found["all_gather"], np.stack(values))
-                np.testing.assert_array_equal(found["broadcast"], values[3])
+                np.testing.assert_array_equal(found["broadcast"], values[-1])
         del futures
         await assert_nothing_stays(c, s, *workers)
 
