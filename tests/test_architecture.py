@@ -92,15 +92,18 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         },
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
         # Bokeh: the page on the dashboard, where there is a dashboard.
+        # Torch and CuPy: their groups, started on the ranks of ours.
         DASK
         | {
             "bokeh",
+            "cupy",
             "msgpack",
             "numpy",
             "packaging",
             "prometheus_client",
             "psutil",
             "pynvml",
+            "torch",
             "tornado",
         },
         IMPURE,
@@ -156,6 +159,7 @@ ONLY_IN = {
         "devices/cuda/out_of_memory.py",
         "frames/device/cudf_.py",
         "frames/device/cupy_.py",
+        "plugins/collectives/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
     "nvtx": {"devices/cuda/ranges.py"},
@@ -166,6 +170,7 @@ ONLY_IN = {
     "pylibcudf": {"frames/device/cudf_.py"},
     "pynvml": {"plugins/topology/host_report.py"},
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},
+    "torch": {"plugins/collectives/torch_start.py"},
     "ucxx": {"transport/ucx_context.py"},
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -22,6 +23,7 @@ from dask_gpurt.errors import ActivationError, GangError
 from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.collectives.gangs import rank_key
 from dask_gpurt.plugins.collectives.rank import run_rank
+from dask_gpurt.plugins.collectives.torch_start import run_with_torch
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -103,6 +105,28 @@ class Communicator:
             The runtime is off on that cluster.
         """
         return self._client.sync(self._run, step, blocks, state, *_this_task())
+
+    def run_torch(
+        self, function: Callable[..., Any], blocks: Any = None, *state: Any, backend: str = "auto"
+    ) -> Any:
+        """Call a function as `run` does, while torch.distributed runs on these ranks.
+
+        Workers must be processes of their own, with torch. The variables of `Rank.torch_env` are
+        set while the function runs.
+
+        Parameters
+        ----------
+        function, blocks, state
+            As for `run`.
+        backend
+            `gloo`, `nccl`, or `auto`: NCCL if each rank has a GPU of its own.
+
+        Returns
+        -------
+        list of Future
+            As from `run`. Ranks raise `CollectiveError` if torch cannot start on one of them.
+        """
+        return self.run(partial(run_with_torch, function, backend), blocks, *state)
 
     @property
     def _scheduler(self) -> Any:

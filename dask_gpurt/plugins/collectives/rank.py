@@ -26,6 +26,7 @@ from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES
 from dask_gpurt.errors import CollectiveError
 from dask_gpurt.plugins.collectives.group_messages import ADDABLE, MOVABLE, GroupFailure, Subject
 from dask_gpurt.plugins.collectives.operation_run import OperationPlan, TaskThread
+from dask_gpurt.plugins.collectives.torch_start import free_port, start_nccl, torch_environment
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.request_checks import MAX_PROBLEM
 from dask_gpurt.plugins.worker import runtime_of
@@ -53,6 +54,8 @@ class Rank:
         Number of ranks.
     workers : list of str
         Address of each rank's worker.
+    timeout_s : float
+        How long this rank waits for others without any progress.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Rank:
         self._member, self._costs, self._loop = member, costs, loop
         self.rank, self.workers = member.rank, list(member.workers)
         self.size = len(self.workers)
+        self.timeout_s = member.timeout_s
         self._hosts = [host_of(address) for address in self.workers]
         self._group = RankGroup(self._hosts)
         self._found: dict[tuple[str, int], list[AlgorithmCost]] = {}
@@ -223,6 +227,34 @@ class Rank:
                 for one in found
             ],
         }
+
+    def torch_env(self) -> dict[str, str]:
+        """Return the environment variables with which torch finds the other ranks.
+
+        Returns
+        -------
+        dict
+            ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and
+            ``LOCAL_WORLD_SIZE``. The port is free now; another program may take it. `run_torch` of
+            the communicator has no such gap.
+        """
+        mine = np.array([free_port()]) if self.rank == 0 else None
+        return torch_environment(self, int(self.broadcast(mine)[0]))
+
+    def nccl(self) -> Any:
+        """Return an NCCL communicator of this group, for CuPy arrays.
+
+        Returns
+        -------
+        cupy.cuda.nccl.NcclCommunicator
+            With the numbers of these ranks, on the GPU with the number of the rank on its host.
+
+        Raises
+        ------
+        CollectiveError
+            A rank has no CuPy with NCCL, or no GPU of its own. It names these ranks.
+        """
+        return start_nccl(self)
 
     # ------------------------------------------------------------------ carrying out
 
