@@ -140,7 +140,7 @@ def latency(repeats: int, scale: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"ring": [], "two-shot": []}
     with (
         LocalCluster(
-            n_workers=N_RANKS, threads_per_worker=1, processes=False, dashboard_address=None
+            n_workers=N_RANKS, threads_per_worker=1, processes=False, dashboard_address=":0"
         ) as made,
         Client(made, set_as_default=False) as client,
         late_messages(DELAY_S),

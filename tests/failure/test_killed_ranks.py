@@ -51,7 +51,7 @@ def lost_by_all(comm, futures, victim):
 
 def test_the_others_of_a_killed_process_go_on_without_it():
     with (
-        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         dask_gpurt.enable(client)

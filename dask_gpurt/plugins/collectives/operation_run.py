@@ -142,7 +142,8 @@ class OperationRun:
         #: Large messages that have no answer yet.
         self._sending: set[asyncio.Task[None]] = set()
         self._rooms: dict[int, asyncio.Semaphore] = {}
-        self._lent: dict[tuple[int, range], asyncio.Task[Buffer]] = {}
+        #: Bytes of large messages with their checksum or 0, and whether they stay on this host.
+        self._ready: dict[tuple[int, range, bool], asyncio.Task[tuple[Buffer, int]]] = {}
         self._tenant = Tenant()
 
     # ------------------------------------------------------------------ the steps
@@ -170,7 +171,7 @@ class OperationRun:
         finally:
             for task in self._sending:
                 task.cancel()
-            self._lent.clear()
+            self._ready.clear()
             self._added.clear()
             self._tenant.close()
 
@@ -287,31 +288,30 @@ class OperationRun:
 
     async def _compose(self, step: int, slices: range, path: Transport) -> Message:
         assert self.plan is not None
-        memory, nbytes = self.plan.memory, self.plan.memory.nbytes(slices)
-        if path.is_local:
-            lent = self._lent.get((step, slices))
-            if lent is None:
-                # All peers on this host read one copy.
-                lent = asyncio.ensure_future(self._work(nbytes, self._copied_out, slices))
-                self._lent[step, slices] = lent
-            buffer = await asyncio.shield(lent)
-            return Message(self._header(step, slices, buffer, 0), [buffer])
-
-        def sealed() -> tuple[Buffer, int]:
-            found = memory.bytes_of(slices)
-            return found, wire.checksum([found])
-
-        buffer, checksum = await self._work(nbytes, sealed)
+        nbytes = self.plan.memory.nbytes(slices)
+        # Once for all peers that get these slices the same way.
+        key = step, slices, path.is_local
+        if key not in self._ready:
+            prepare = self._copied_out if path.is_local else self._sealed
+            self._ready[key] = asyncio.ensure_future(self._work(nbytes, prepare, slices))
+        buffer, checksum = await asyncio.shield(self._ready[key])
         header = self._header(step, slices, buffer, checksum)
-        return Message(header, [buffer], wire_nbytes=len(header) + nbytes)
+        wire_nbytes = 0 if path.is_local else len(header) + nbytes
+        return Message(header, [buffer], wire_nbytes=wire_nbytes)
 
-    def _copied_out(self, slices: range) -> Buffer:
-        """Return a copy of slices where peers on this host can read it."""
+    def _copied_out(self, slices: range) -> tuple[Buffer, int]:
+        """Return a copy of slices where peers on this host can read it. It needs no checksum."""
         assert self.plan is not None
         memory = self.plan.memory
         lent = self._tenant.empty(self._member.links.outgoing, memory.nbytes(slices), "lent")
         np.copyto(lent, memory.bytes_of(slices))
-        return lent
+        return lent, 0
+
+    def _sealed(self, slices: range) -> tuple[Buffer, int]:
+        """Return the bytes of slices where they are, with their checksum."""
+        assert self.plan is not None
+        found = self.plan.memory.bytes_of(slices)
+        return found, wire.checksum([found])
 
     # ------------------------------------------------------------------ receiving
 

@@ -260,3 +260,14 @@ def test_malformed_requests_to_the_scheduler(handler, message):
         await assert_nothing_stays(c, s, a)
 
     test()
+
+
+@on_cluster(TWO[:1])
+async def test_distributed_has_the_locks_that_gangs_take(c, s, a):
+    """A contract with distributed: handlers by name, and what the extension keeps."""
+    acquire, release = (s.handlers[f"multi_lock_{name}"] for name in ("acquire", "release"))
+    assert await acquire(locks=["x", "y"], id="one", num_locks=2)
+    assert s.extensions["multi_locks"].requests == {"one": {"x", "y"}}
+    assert not await acquire(locks=["y"], id="two", num_locks=1, timeout=0.01)
+    release(id="one")
+    assert not s.extensions["multi_locks"].requests

@@ -13,9 +13,9 @@ from distributed import Client, Event, LocalCluster
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import ProtocolError, TransportError
-from dask_gpurt.plugins.collectives import operation_run
 from dask_gpurt.plugins.collectives.group_member import AHEAD, LATE, OVER
 from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker import runtime_of
 from tests.plugins.collectives.gang import on_cluster
@@ -124,11 +124,12 @@ def check_all_operations():
     @on_cluster(TWO)
     async def run(c, s, *workers):
         async with Communicator(c) as comm:
-            one, two = await c.gather(await comm.run(all_operations, None, [150_000], "i8"))
+            one, two = await c.gather(await comm.run(all_operations, None, [100, 150_000], "i8"))
         paths = [path["path"] for path in runtime_of(workers[0]).links.report().values()]
         assert paths and "shared" not in paths
         for name in ("all_reduce", "all_gather", "broadcast"):
-            np.testing.assert_array_equal(one[0][name], two[0][name])
+            for mine, yours in zip(one, two, strict=True):
+                np.testing.assert_array_equal(mine[name], yours[name])
 
     run()
 
@@ -142,15 +143,21 @@ def test_values_cross_connections_whole(monkeypatch):
 def test_damaged_slices_are_sent_again(monkeypatch):
     monkeypatch.setattr(Links, "_link_shared", refuse)
     monkeypatch.setattr(Links, "_link_ucx", refuse)
-    checksum, seen = operation_run.wire.checksum, []
+    fetch, fetched = Links.fetch, []
 
-    def damaging(stretches):
-        seen.append(None)
-        return checksum(stretches) ^ (len(seen) in (2, 11))
+    async def damaging(links, *arguments):
+        """Flip a bit of a small message and of large ones."""
+        found = await fetch(links, *arguments)
+        fetched.append(found[0].copy())
+        if len(fetched) in (2, 4, 7):
+            fetched[-1][len(fetched[-1]) // 2] ^= 4
+            return fetched[-1:]
+        return found
 
-    monkeypatch.setattr(operation_run.wire, "checksum", damaging)
+    monkeypatch.setattr(Links, "fetch", damaging)
     check_all_operations()
-    assert len(seen) > 11
+    assert {len(one) > INLINE_NBYTES for one in fetched} == {True, False}
+    assert len({fetched[number - 1].nbytes for number in (2, 4, 7)}) > 1
 
 
 def mutating(comm, _):
@@ -169,7 +176,7 @@ def test_ranks_of_one_process_may_change_their_arrays(monkeypatch):
     monkeypatch.setattr(Links, "_link_shared", refuse)
     monkeypatch.setattr(Links, "_link_ucx", refuse)
     cluster = LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None
+        n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0"
     )
     with cluster, Client(cluster) as client:
         dask_gpurt.enable(client)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.collectives import Communicator
+from dask_gpurt.command.status import as_text
 from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
 
 #: Elements: none, one, fewer than ranks, a message, and more than a message or a job of the loop.
@@ -160,3 +161,5 @@ async def test_the_choice_is_explained_and_counted(c, s, *workers):
     counted = s.plugins["gpurt"].gangs.report()
     assert counted["operations"] == {"all-reduce": 1} and counted["nbytes"] == 8 << 20
     assert counted["algorithms"] == {"two-level": 1}
+    shown = as_text({**await c.scheduler.gpurt_status(), "scheduler": s.address})
+    assert "1 all-reduce; 8.00 MiB in" in shown and "; two-level 1" in shown

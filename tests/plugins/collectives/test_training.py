@@ -138,7 +138,7 @@ def test_torch_trains_data_parallel():
     pytest.importorskip("torch")
     x = np.random.default_rng(2).normal(size=(400, 4))
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         dask_gpurt.enable(client)
