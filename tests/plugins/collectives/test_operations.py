@@ -7,6 +7,7 @@ import pytest
 
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.command.status import as_text
+from dask_gpurt.plugins.worker import runtime_of
 from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
 
 #: Elements: none, one, fewer than ranks, a message, and more than a message or a job of the loop.
@@ -163,3 +164,19 @@ async def test_the_choice_is_explained_and_counted(c, s, *workers):
     assert counted["algorithms"] == {"two-level": 1}
     shown = as_text({**await c.scheduler.gpurt_status(), "scheduler": s.address})
     assert "1 all-reduce; 8.00 MiB in" in shown and "; two-level 1" in shown
+
+
+@on_cluster()
+async def test_few_connections_are_enough(c, s, *workers):
+    """Workers of one process share its open files, so each may have few connections."""
+    for worker in workers:
+        (await runtime_of(worker).links.connections.pool()).limit = 2
+    async with Communicator(c) as comm:
+        for algorithm in ("one-shot", "ring"):
+            with forced("all_reduce", algorithm):
+                found = await c.gather(await comm.run(many_sums))
+            assert found == [[5.0 * number for number in range(30)]] * 5
+
+
+def many_sums(comm, _):
+    return [float(comm.allreduce(float(number))) for number in range(30)]
