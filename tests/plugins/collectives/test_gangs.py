@@ -231,35 +231,28 @@ def test_a_timeout_is_positive(timeout):
         Communicator(None, timeout=timeout)
 
 
-@pytest.mark.parametrize(
-    ("handler", "message"),
-    [
-        ("begin", {"name": 5}),
-        ("begin", {"workers": "text"}),
-        ("begin", {"timeout_s": -1}),
-        ("begin", {"timeout_s": "1"}),
-        ("begin", {"client": None}),
-        ("begin", {"caller": []}),
+@on_cluster(TWO[:1])
+async def test_malformed_requests_to_the_scheduler(c, s, a):
+    known = {"name": "x", "client": c.id, "workers": None, "timeout_s": 1.0}
+    begins = [
+        {"name": 5},
+        {"workers": "text"},
+        {"timeout_s": -1},
+        {"timeout_s": "1"},
+        {"client": None},
+        {"caller": []},
+    ]
+    requests = [
+        *(("begin", {**known, **changed}) for changed in begins),
         ("join", {"name": [], "rank": 0, "worker": ""}),
         ("failed", {"name": "x", "rank": 0, "failure": {"kind": "lost"}}),
         ("failed", {"name": "x", "rank": 0, "failure": "text"}),
         ("wait", {"names": 7, "cancel": True}),
-    ],
-)
-def test_malformed_requests_to_the_scheduler(handler, message):
-    @on_cluster(TWO[:1])
-    async def test(c, s, a):
-        if handler == "begin":
-            message.setdefault("name", "x")
-            known = {"client": c.id, "workers": None, "timeout_s": 1.0}
-            sent = {**known, **message}
-        else:
-            sent = message
+    ]
+    for handler, message in requests:
         with pytest.raises(ProtocolError):
-            await s.handlers[f"gpurt_gang_{handler}"](**sent)
-        await assert_nothing_stays(c, s, a)
-
-    test()
+            await s.handlers[f"gpurt_gang_{handler}"](**message)
+    await assert_nothing_stays(c, s, a)
 
 
 @on_cluster(TWO[:1])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
-import pytest
 
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.command.status import as_text
 from dask_gpurt.plugins.worker import runtime_of
-from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
+from tests.plugins.collectives.gang import (
+    ALGORITHMS,
+    assert_nothing_stays,
+    forced,
+    on_cluster,
+)
 
 #: Elements: none, one, fewer than ranks, a message, and more than a message or a job of the loop.
 LENGTHS = [0, 1, 3, 1000, 150_000]
@@ -47,29 +53,33 @@ def reduced(arrays):
     return total
 
 
-@pytest.mark.parametrize(("collective", "algorithm"), EACH)
-def test_every_algorithm_has_the_result_of_numpy(collective, algorithm):
-    @on_cluster()
-    async def test(c, s, *workers):
-        n, dtype = len(workers), "i4"
-        with forced(collective, algorithm):
-            async with Communicator(c) as comm:
-                futures = await comm.run(all_operations, None, LENGTHS, dtype)
-                results = await c.gather(futures)
-        for number, length in enumerate(LENGTHS):
-            values = [value(rank, length, dtype) for rank in range(n)]
-            rows = [value(rank, 7 * length, dtype).reshape(7, length) for rank in range(n)]
-            parts = np.array_split(reduced(rows), n)
-            for rank in range(n):
-                found = results[rank][number]
-                np.testing.assert_array_equal(found["all_reduce"], reduced(values))
-                np.testing.assert_array_equal(found["reduce_scatter"], parts[rank])
-                np.testing.assert_array_equal(found["all_gather"], np.stack(values))
-                np.testing.assert_array_equal(found["broadcast"], values[-1])
-        del futures
-        await assert_nothing_stays(c, s, *workers)
+def assert_equal_numpys(results, n, dtype):
+    for number, length in enumerate(LENGTHS):
+        values = [value(rank, length, dtype) for rank in range(n)]
+        rows = [value(rank, 7 * length, dtype).reshape(7, length) for rank in range(n)]
+        parts = np.array_split(reduced(rows), n)
+        for rank in range(n):
+            found = results[rank][number]
+            np.testing.assert_array_equal(found["all_reduce"], reduced(values))
+            np.testing.assert_array_equal(found["reduce_scatter"], parts[rank])
+            np.testing.assert_array_equal(found["all_gather"], np.stack(values))
+            np.testing.assert_array_equal(found["broadcast"], values[-1])
 
-    test()
+
+@on_cluster()
+async def test_every_algorithm_has_the_result_of_numpy(c, s, *workers):
+    n = max(map(len, ALGORITHMS.values()))
+    async with Communicator(c) as comm:
+        for number in range(n):
+            with contextlib.ExitStack() as stack:
+                for collective, names in ALGORITHMS.items():
+                    stack.enter_context(forced(collective, names[number % len(names)]))
+                futures = await comm.run(all_operations, None, LENGTHS, "i4")
+                assert_equal_numpys(await c.gather(futures), len(workers), "i4")
+    chosen = s.plugins["gpurt"].gangs.report()["algorithms"]
+    assert chosen.keys() == {name for names in ALGORITHMS.values() for name in names}
+    del futures
+    await assert_nothing_stays(c, s, *workers)
 
 
 @on_cluster()
@@ -86,19 +96,20 @@ async def test_all_ranks_have_the_same_bits_in_every_type(c, s, *workers):
             np.testing.assert_allclose(results[0][0]["all_reduce"], reduced(values), rtol=1e-2)
 
 
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "any", "all"])
-def test_every_way_to_combine(op):
-    def step(comm, _):
-        return comm.allreduce(np.arange(4) % (comm.rank + 2), op)
+OPS = ["sum", "prod", "min", "max", "any", "all"]
 
-    @on_cluster()
-    async def test(c, s, *workers):
-        async with Communicator(c) as comm:
-            found = (await c.gather(await comm.run(step)))[0]
-        values = np.stack([np.arange(4) % (rank + 2) for rank in range(len(workers))])
-        np.testing.assert_array_equal(found, getattr(values, op)(axis=0).astype(found.dtype))
 
-    test()
+def every_way(comm, _):
+    return [comm.allreduce(np.arange(4) % (comm.rank + 2), op) for op in OPS]
+
+
+@on_cluster()
+async def test_every_way_to_combine(c, s, *workers):
+    async with Communicator(c) as comm:
+        found = (await c.gather(await comm.run(every_way)))[0]
+    values = np.stack([np.arange(4) % (rank + 2) for rank in range(len(workers))])
+    for op, one in zip(OPS, found, strict=True):
+        np.testing.assert_array_equal(one, getattr(values, op)(axis=0).astype(one.dtype))
 
 
 def odd_shapes(comm, _):
