@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -27,6 +27,7 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.group_messages import GroupFailure
+from dask_gpurt.plugins.collectives.worker_groups import LEAST_RATE
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _MOST_S = 30 * 24 * 3600.0
 _MOST_PAST = 256
 #: Largest count in a report of a rank.
 _MOST_COUNTED = 2**60
-#: Costs of small messages between ranks, and the bytes a second of an ordinary network.
+#: Costs of messages between ranks. The rate is that of an ordinary network, if none is known.
 COSTS = LinkCosts(hop_s=1e-3, message_s=2e-4, rate=1.25e9, inside_rate=4e9)
 
 
@@ -69,6 +70,8 @@ class Gang:
         #: Ranks whose task has ended.
         self.done: set[int] = set()
         self.failure: GroupFailure | None = None
+        #: Bytes a second of links to other hosts, as ranks have measured them before.
+        self.rates: list[float] = []
         #: Set when all ranks have joined, or when it is known that they will not.
         self.decided = asyncio.Event()
         self.ended = asyncio.Event()
@@ -78,6 +81,10 @@ class Gang:
         # Of a group that has failed, ranks that have not begun never will.
         is_known = self.failure is not None or len(self.done | self.left) == len(self.workers)
         return is_known and self.joined <= self.left
+
+    def costs(self) -> LinkCosts:
+        """Return the costs from which ranks choose algorithms: the slowest link decides."""
+        return replace(COSTS, rate=min(self.rates)) if self.rates else COSTS
 
     def late_text(self) -> str:
         missing = [
@@ -250,8 +257,18 @@ class Gangs(SchedulerPlugin):
             await asyncio.wait({locking, failing})
         return None if gang.failure is None else gang.failure.text
 
-    async def join(self, name: str, rank: int, worker: str) -> dict[str, Any]:
-        """Handler: a rank has begun; answer when all have, or with the reason why not all do."""
+    async def join(
+        self, name: str, rank: int, worker: str, rate: float | None = None
+    ) -> dict[str, Any]:
+        """Handler: a rank has begun; answer when all have, or with the reason why not all do.
+
+        Parameters
+        ----------
+        rate
+            Bytes a second of the worker's slowest link to another host, if it has measured one.
+        """
+        if rate is not None and not (type(rate) is float and LEAST_RATE <= rate <= _MOST_COUNTED):
+            raise ProtocolError("rate must be a number of bytes a second")
         gang = self._gangs.get(request_checks.name("name", name))
         if gang is None:
             text = "the group of this rank has ended; call `run` again for another one"
@@ -259,6 +276,7 @@ class Gangs(SchedulerPlugin):
         if self._rank(gang, rank) in gang.joined or gang.workers[rank] != worker:
             raise ProtocolError(f"{worker} cannot join as rank {rank}")
         gang.joined.add(rank)
+        gang.rates += [] if rate is None else [rate]
         if len(gang.joined) == len(gang.workers):
             gang.decided.set()
         try:
@@ -270,7 +288,7 @@ class Gangs(SchedulerPlugin):
         return {
             "failure": failure,
             "workers": gang.workers,
-            "costs": asdict(COSTS),
+            "costs": asdict(gang.costs()),
             "timeout_s": gang.timeout_s,
         }
 

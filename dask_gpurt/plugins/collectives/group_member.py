@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CollectiveError, ProtocolError, RankLostError
 from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
-from dask_gpurt.plugins.collectives.operation_run import OperationPlan, OperationRun, TaskThread
+from dask_gpurt.plugins.collectives.operation_run import OperationPlan, OperationRun
+from dask_gpurt.plugins.collectives.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """One collective operation on one rank: it carries out the steps of a schedule over the links.
 
 The event loop sends, receives and waits. Large copies and sums, and all work on a device, are done
-by the thread of the rank's task, which waits for the operation anyway (`TaskThread`). A device's
-streams belong to that thread.
+by the thread of the rank's task, which waits for the operation anyway (`task_thread`).
 
 - A message of up to `INLINE_NBYTES` is copied and sent, and the operation does not wait for its
   answer. Two operations of a rank may be under way like that, no more.
@@ -14,7 +13,6 @@ streams belong to that thread.
 from __future__ import annotations
 
 import asyncio
-import queue
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +25,7 @@ from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError
 from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.task_thread import TaskThread
 from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import wire
@@ -43,55 +42,6 @@ INLINE_NBYTES = 1 << 16
 HERE_NBYTES = 1 << 18
 #: Large messages under way to each peer.
 WINDOW = 2
-
-
-class TaskThread:
-    """The thread of a rank's task while it waits for an operation: it works for the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._jobs: set[asyncio.Future[Any]] = set()
-        self._error: BaseException | None = None
-
-    def serve(self) -> None:
-        """Work until the operation ends; raise its error. In the thread."""
-        while (item := self._queue.get()) is not None:
-            job, answer = item
-            try:
-                found, error = job(), None
-            except Exception as raised:  # the operation raises it
-                found, error = None, raised
-            self._loop.call_soon_threadsafe(_answer, answer, found, error)
-        if self._error is not None:
-            raise self._error
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """Have the thread do something, and return its result. On the event loop."""
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.add(answer)
-        self._queue.put((job, answer))
-        try:
-            return await answer
-        finally:
-            self._jobs.discard(answer)
-
-    def end(self, error: BaseException | None) -> None:
-        """Let the thread go; jobs that have not begun are dropped. On the event loop."""
-        self._error = error
-        for answer in tuple(self._jobs):
-            answer.cancel()
-        self._queue.put(None)
-
-
-def _answer(answer: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
-    if not answer.done():
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(found)
 
 
 class OperationPlan:

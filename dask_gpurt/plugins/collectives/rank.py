@@ -25,7 +25,8 @@ from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES
 from dask_gpurt.errors import CollectiveError
 from dask_gpurt.plugins.collectives.group_messages import ADDABLE, MOVABLE, GroupFailure, Subject
-from dask_gpurt.plugins.collectives.operation_run import OperationPlan, TaskThread
+from dask_gpurt.plugins.collectives.operation_run import OperationPlan
+from dask_gpurt.plugins.collectives.task_thread import TaskThread
 from dask_gpurt.plugins.collectives.torch_start import free_port, start_nccl, torch_environment
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.request_checks import MAX_PROBLEM

@@ -17,6 +17,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.group_member import OVER, GroupMember
 from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
+
+#: Slowest link that is believed, in bytes a second.
+LEAST_RATE = 1e6
 
 
 class WorkerGroups:
@@ -54,7 +58,7 @@ class WorkerGroups:
         member = self._members[name] = GroupMember(self._worker, self._state, name, rank)
         try:
             answer = await self._worker.scheduler.gpurt_gang_join(
-                name=name, rank=rank, worker=self._worker.address
+                name=name, rank=rank, worker=self._worker.address, rate=self._rate()
             )
             if answer["failure"] is not None:
                 raise GroupFailure.checked(answer["failure"]).error()
@@ -64,6 +68,16 @@ class WorkerGroups:
         member.workers, member.timeout_s = answer["workers"], answer["timeout_s"]
         member.changed()
         return member, LinkCosts(**answer["costs"])
+
+    def _rate(self) -> float | None:
+        """Return the bytes a second of the slowest link to another host that was measured."""
+        rates = [
+            float(path["bandwidth"])
+            for address, path in self._state.links.report().items()
+            if path["bandwidth"] and host_of(address) != host_of(self._worker.address)
+        ]
+        # A link that hardly moved anything is no measurement.
+        return max(LEAST_RATE, min(rates)) if rates else None
 
     async def leave(
         self, member: GroupMember, failure: GroupFailure | None, counts: Mapping[str, Any]

@@ -49,13 +49,18 @@ async def assert_nothing_stays(c, s, *workers):
     """No group, lock, plugin or memory of an operation is left."""
     gangs = s.plugins["gpurt"].gangs
     gc.collect()  # errors of futures refer to the frames that awaited them
-    while gangs._gangs or any(str(key).startswith("gpurt-rank") for key in s.tasks):
+
+    def is_something_there():
+        members = [runtime_of(worker).groups._members for worker in workers]
+        keys = [key for key in s.tasks if str(key).startswith("gpurt-rank")]
+        return gangs._gangs or keys or any(members)
+
+    while is_something_there():
         await c.run_on_scheduler(lambda: None)
     assert not gangs._of_key
     assert "gpurt-gangs" not in s.plugins
     assert not s.extensions["multi_locks"].requests
     for worker in workers:
         state = runtime_of(worker)
-        assert not state.groups._members
         assert not state.links.outgoing.used_nbytes
         assert not state.pool.used_nbytes

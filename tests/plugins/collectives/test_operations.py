@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.command.status import as_text
@@ -175,6 +176,23 @@ async def test_the_choice_is_explained_and_counted(c, s, *workers):
     assert counted["algorithms"] == {"two-level": 1}
     shown = as_text({**await c.scheduler.gpurt_status(), "scheduler": s.address})
     assert "1 all-reduce; 8.00 MiB in" in shown and "; two-level 1" in shown
+
+
+def rate_of(comm, _):
+    return comm._costs.rate
+
+
+@on_cluster([("127.0.0.1", 1), ("127.0.0.2", 1)])
+async def test_measured_links_decide(c, s, a, b):
+    """The slowest one that a worker knows is the rate for all ranks."""
+    async with Communicator(c) as comm:
+        usual = await c.gather(await comm.run(rate_of))
+        with pytest.MonkeyPatch.context() as patch:
+            for worker, peer, rate in ((a, b, 3e7), (b, a, 2e7)):
+                known = {peer.address: {"bandwidth": rate}, worker.address: {"bandwidth": 1.0}}
+                patch.setattr(runtime_of(worker).links, "report", lambda known=known: known)
+            assert await c.gather(await comm.run(rate_of)) == [2e7, 2e7]
+    assert usual == [1.25e9, 1.25e9]
 
 
 @on_cluster()
