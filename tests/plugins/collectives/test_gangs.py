@@ -170,7 +170,7 @@ async def test_workers_that_cannot_run_are_named(c, s, a, b):
 
 @on_cluster(TWO)
 async def test_a_paused_worker_is_refused(c, s, a, b):
-    s.workers[a.address].status = Status.paused
+    s.handle_worker_status_change(Status.paused, a.address, stimulus_id="test")
     with pytest.raises(GangError, match=f"{a.address} is paused"):
         await Communicator(c).run(ranks)
 
