@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster
+from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
@@ -18,7 +19,7 @@ from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
 from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker import runtime_of
-from tests.plugins.collectives.gang import on_cluster
+from tests.plugins.collectives.gang import CONFIG, on_cluster
 from tests.plugins.collectives.test_operations import all_operations
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]
@@ -116,25 +117,28 @@ async def refuse(self, *_):
 
 
 def check_all_operations():
-    """Run all operations between ranks without shared memory."""
+    """Run all operations between ranks; return the transports that they took."""
+    found = set()
 
-    @on_cluster(TWO)
+    # The thread of UCX stays with the process.
+    @gen_cluster(client=True, nthreads=TWO, config=CONFIG, clean_kwargs={"threads": False})
     async def run(c, s, *workers):
         async with Communicator(c) as comm:
             one, two = await c.gather(await comm.run(all_operations, None, [100, 150_000], "i8"))
         paths = [path["path"] for path in runtime_of(workers[0]).links.report().values()]
-        assert paths and "shared" not in paths
+        found.update(paths)
         for name in ("all_reduce", "all_gather", "broadcast"):
             for mine, yours in zip(one, two, strict=True):
                 np.testing.assert_array_equal(mine[name], yours[name])
 
     run()
+    return found
 
 
 def test_values_cross_connections_whole(monkeypatch):
     monkeypatch.setattr(Links, "_link_shared", refuse)
     monkeypatch.setattr(Links, "_link_ucx", refuse)
-    check_all_operations()
+    assert check_all_operations() == {"comm"}
 
 
 def test_damaged_slices_are_sent_again(monkeypatch):
@@ -179,3 +183,9 @@ def test_ranks_of_one_process_may_change_their_arrays(monkeypatch):
         dask_gpurt.enable(client)
         with Communicator(client) as comm:
             assert client.gather(comm.run(mutating)) == [True, True]
+
+
+def test_values_cross_ucx_whole(monkeypatch):
+    pytest.importorskip("ucxx")
+    monkeypatch.setattr(Links, "_link_shared", refuse)
+    assert check_all_operations() == {"ucx"}
