@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster
-from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
@@ -19,7 +18,7 @@ from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
 from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker import runtime_of
-from tests.plugins.collectives.gang import CONFIG, on_cluster
+from tests.plugins.collectives.gang import on_cluster
 from tests.plugins.collectives.test_operations import all_operations
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]
@@ -120,8 +119,7 @@ def check_all_operations():
     """Run all operations between ranks; return the transports that they took."""
     found = set()
 
-    # The thread of UCX stays with the process.
-    @gen_cluster(client=True, nthreads=TWO, config=CONFIG, clean_kwargs={"threads": False})
+    @on_cluster(TWO)
     async def run(c, s, *workers):
         async with Communicator(c) as comm:
             one, two = await c.gather(await comm.run(all_operations, None, [100, 150_000], "i8"))
@@ -183,9 +181,3 @@ def test_ranks_of_one_process_may_change_their_arrays(monkeypatch):
         dask_gpurt.enable(client)
         with Communicator(client) as comm:
             assert client.gather(comm.run(mutating)) == [True, True]
-
-
-def test_values_cross_ucx_whole(monkeypatch):
-    pytest.importorskip("ucxx")
-    monkeypatch.setattr(Links, "_link_shared", refuse)
-    assert check_all_operations() == {"ucx"}
