@@ -15,6 +15,7 @@ PYTHON ?= python3
 OLDEST := 2026.7.1
 NEWEST := 2026.8.0
 CUPY_ROCM := 14.2.0
+TORCH := 2.13.0+cpu
 VENV := .venv
 VENV_NEWEST := .venv-newest
 VENV_THIRDPARTY := .venv-thirdparty
@@ -167,9 +168,13 @@ $(VENV)/installed: $(WHEEL)
 	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx$(comma)kubernetes-test$(comma)browser-test])
 	touch $@
 
+# Torch for CPUs is here alone, for its size. Indexes without such a build have one of several gigabytes,
+# which is not fetched.
 $(VENV_NEWEST)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_NEWEST),$(PYTHON))
 	$(call install,$(VENV_NEWEST),$(NEWEST),[test])
+	$(VENV_NEWEST)/bin/python -m pip install --quiet "torch==$(TORCH)" || \
+	    echo "no torch for CPUs here: its tests are skipped" >&2
 	touch $@
 
 $(VENV_THIRDPARTY)/installed: $(WHEEL)

@@ -2,19 +2,25 @@
 
 ::
 
-    GpurtError ├── ActivationError (RuntimeError)      the runtime cannot be switched on here │
-    └── StrictFallbackError             ... and `gpurt.strict` forbids the fallback to stock ├──
-    ConfigError (ValueError)            a `gpurt.*` setting is invalid ├── ProtocolError
-    (ValueError)          a peer sent bytes that violate the protocol │   └── DamagedError
-    ... because they were damaged on the way ├── ExchangeError (RuntimeError)        a shuffle run
-    cannot continue │   ├── IncompleteExchangeError         announced shards never arrived │   └──
-    PartitionReleasedError          a task asked for a released output partition ├──
-    ShardStorageError (OSError)         shards on disk cannot be read back ├── TierFullError
-    (MemoryError)         a tier of memory has no room for a value │   └── ValueRefusedError
-    ... and never accepts this value ├── DamagedValueError (OSError)         a tier returned a value
-    that differs from the original ├── TransportError (ConnectionError)    a link between workers
-    cannot be opened, or broke │   └── LateError                       ... or made no progress in
-    time └── SimulationError (RuntimeError)      a simulation cannot finish
+    GpurtError
+    ├── ActivationError (RuntimeError)      the runtime cannot be switched on here
+    │   └── StrictFallbackError             ... and `gpurt.strict` forbids the fallback to stock
+    ├── ConfigError (ValueError)            a `gpurt.*` setting is invalid
+    ├── ProtocolError (ValueError)          a peer sent bytes that violate the protocol
+    │   └── DamagedError                    ... because they were damaged on the way
+    ├── ExchangeError (RuntimeError)        a shuffle run cannot continue
+    │   ├── IncompleteExchangeError         announced shards never arrived
+    │   └── PartitionReleasedError          a task asked for a released output partition
+    ├── ShardStorageError (OSError)         shards on disk cannot be read back
+    ├── TierFullError (MemoryError)         a tier of memory has no room for a value
+    │   └── ValueRefusedError               ... and never accepts this value
+    ├── DamagedValueError (OSError)         a tier returned a value that differs from the original
+    ├── TransportError (ConnectionError)    a link between workers cannot be opened, or broke
+    │   └── LateError                       ... or made no progress in time
+    ├── CollectiveError (RuntimeError)      an operation of a group of ranks cannot go on
+    │   ├── RankLostError                   ... because the worker of a rank is gone
+    │   └── GangError                       ... or the ranks cannot run at the same time
+    └── SimulationError (RuntimeError)      a simulation cannot finish
         └── TraceError (ValueError)         a recorded workload cannot be replayed
 
 Each class has one meaning, and also subclasses the builtin that a generic handler expects. Errors
@@ -87,6 +93,34 @@ class TransportError(GpurtError, ConnectionError):
 
 class LateError(TransportError):
     """A request on an intact link timed out."""
+
+
+class CollectiveError(GpurtError, RuntimeError):
+    """An operation of a group of ranks cannot go on. All ranks of the group get such an error."""
+
+
+class RankLostError(CollectiveError):
+    """The worker of a rank is gone.
+
+    Attributes
+    ----------
+    rank
+        Number of the rank.
+    address
+        Address of its worker.
+    """
+
+    def __init__(self, rank: int, address: str) -> None:
+        super().__init__(rank, address)
+        self.rank, self.address = rank, address
+
+    def __str__(self) -> str:
+        where = f"the worker at {self.address}"
+        return f"rank {self.rank} is lost: {where} is gone or cannot be reached"
+
+
+class GangError(CollectiveError):
+    """The ranks of a group cannot run at the same time. None of them has begun its step."""
 
 
 class SimulationError(GpurtError, RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import subprocess
 import sys
 from collections import Counter
 
@@ -62,7 +63,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
-    "collectives": (set(), {"numpy"}, set()),
+    # `Communicator` is loaded from there when a program first uses it (inside a function).
+    "collectives": ({"plugins"}, {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
     # The subprocess removes files that a killed worker leaves.
@@ -90,15 +92,18 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         },
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
         # Bokeh: the page on the dashboard, where there is a dashboard.
+        # Torch and CuPy: their groups, started on the ranks of ours.
         DASK
         | {
             "bokeh",
+            "cupy",
             "msgpack",
             "numpy",
             "packaging",
             "prometheus_client",
             "psutil",
             "pynvml",
+            "torch",
             "tornado",
         },
         IMPURE,
@@ -154,6 +159,7 @@ ONLY_IN = {
         "devices/cuda/out_of_memory.py",
         "frames/device/cudf_.py",
         "frames/device/cupy_.py",
+        "plugins/collectives/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
     "nvtx": {"devices/cuda/ranges.py"},
@@ -164,6 +170,7 @@ ONLY_IN = {
     "pylibcudf": {"frames/device/cudf_.py"},
     "pynvml": {"plugins/topology/host_report.py"},
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},
+    "torch": {"plugins/collectives/torch_start.py"},
     "ucxx": {"transport/ucx_context.py"},
 }
 
@@ -221,6 +228,18 @@ def test_modules_import_only_allowed_modules(path):
             assert first in impure, f"{room} decides only: no {first}"
         elif first not in sys.stdlib_module_names:
             assert first in third_party, f"{room} may not import {first}"
+
+
+def test_collectives_load_plugins_for_their_name_alone():
+    room = [path for path in MODULES if room_of(path) == "collectives"]
+    importers = [
+        name_of(path)
+        for path in room
+        if any(one.startswith("dask_gpurt.plugins") for one in imports(path))
+    ]
+    assert importers == ["collectives/__init__.py"]
+    code = "import sys, dask_gpurt.collectives as c; assert 'distributed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

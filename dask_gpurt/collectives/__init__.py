@@ -6,8 +6,27 @@ into slices, and is a list of steps for each rank.
 
 - `steps`: what a step is.
 - `schedules`: algorithms that treat all ranks alike. `two_level` knows which ranks share a host.
+- `plans`: the steps of a rank, by the name of an algorithm.
 - `choice`: the cost of each algorithm on given links, and the cheapest one.
 - `reduction`: adding up slices in memory.
 
-The room is pure but for that memory. `plugins` run the steps on workers.
+The room is pure but for that memory. `plugins` run the steps on workers, and have `Communicator`:
+its name is here for programs, and is loaded when it is first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dask_gpurt.plugins.collectives.communicator import Communicator as Communicator
+
+__all__ = ["Communicator"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Communicator":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dask_gpurt.plugins.collectives.communicator import Communicator
+
+    return Communicator

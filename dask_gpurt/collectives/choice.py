@@ -169,6 +169,30 @@ class RankGroup:
         """Return the candidates for an all-reduce of such a value, the cheapest first."""
         return _sorted(self._all_reduce, nbytes, costs)
 
+    def reduce_scatter(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
+        """Return the candidates for a reduce-scatter of such a value, the cheapest first."""
+        return _sorted(self._reduce_scatter, nbytes, costs)
+
+    def all_gather(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
+        """Return the candidates for an all-gather to such a value, the cheapest first."""
+        return _sorted(self._all_gather, nbytes, costs)
+
+    @cached_property
+    def _reduce_scatter(self) -> dict[str, Effort]:
+        return self._flat(schedules.direct_reduce_scatter, schedules.ring_reduce_scatter)
+
+    @cached_property
+    def _all_gather(self) -> dict[str, Effort]:
+        return self._flat(schedules.direct_all_gather, schedules.ring_all_gather)
+
+    def _flat(self, direct: schedules.Schedule, ring: schedules.Schedule) -> dict[str, Effort]:
+        n = len(self._hosts)
+        ways = {"ring": ring} | ({"direct": direct} if n <= MOST_FLAT else {})
+        return {
+            name: counted(partial(_rank_of, schedule, n), self._hosts, n)
+            for name, schedule in ways.items()
+        }
+
     def broadcast(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
         """Return the candidates for a broadcast of such a value, the cheapest first."""
         n = len(self._hosts)

@@ -5,7 +5,7 @@ NumPy's functions also work on CuPy's arrays, which hand them to CuPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -55,19 +55,20 @@ def add_up(operation: Operation, values: Sequence[Any], out: Any) -> None:
             target[...] = first
 
 
-def disagreement(kinds: Sequence[tuple[tuple[int, ...], str]]) -> str | None:
+def disagreement(kinds: Mapping[int, tuple[tuple[int, ...], str]]) -> str | None:
     """Return how the values of ranks differ, or None if all have one shape and type.
 
     Parameters
     ----------
     kinds
-        Shape and name of the type of each rank's value.
+        By rank: shape and name of the type of its value.
     """
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            names = [
+    first, *others = sorted(kinds)
+    for rank in others:
+        if kinds[rank] != kinds[first]:
+            return ", ".join(
                 f"rank {number} has {shape} {name}"
-                for number, (shape, name) in ((0, kinds[0]), (rank, kind))
-            ]
-            return " and ".join(names)
+                for number in (rank, first)
+                for shape, name in [kinds[number]]
+            )
     return None

@@ -97,6 +97,8 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         last = sent["recent"][-1]
         compared = "" if last["stock_s"] is None else f" (stock at least {last['stock_s']:.1f} s)"
         rows += [("broadcasts", f"{made}, {moved}; the last in {last['seconds']:.1f} s{compared}")]
+    if (groups := found.get("collectives")) and groups["operations"]:
+        rows += [("collectives", _collectives(groups))]
     lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)
@@ -121,6 +123,15 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
             text = f"{one['what']} ({times(one['count'])}): {one['why']}"
             lines += wrapped(text, width, "  ", "    ")
     return "\n".join(lines)
+
+
+def _collectives(groups: dict[str, Any]) -> str:
+    """Return the operations of groups of ranks that have ended."""
+    n = groups["operations"].items()
+    made = ", ".join(f"{count:,} {name}" + ("s" if count > 1 else "") for name, count in n)
+    chosen = ", ".join(f"{name} {count:,}" for name, count in groups["algorithms"].items())
+    moved = f"{format_bytes(groups['nbytes'])} in {groups['seconds']:.1f} s"
+    return f"{made}; {moved}; {chosen}"
 
 
 def _topology(topology: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -176,6 +176,7 @@ async def read_status(client: Client, *, ask_workers: bool) -> dict[str, Any]:
             "runs": {"gpurt": 0, "stock": 0},
             "fallbacks": [],
             "placement": None,
+            "collectives": None,
             "topology": None,
             "departed": {"workers": 0, "totals": metrics.total([])},
             "totals": metrics.total([]),

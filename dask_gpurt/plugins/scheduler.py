@@ -25,6 +25,7 @@ from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
 from dask_gpurt.plugins.collectives.broadcaster import Broadcaster
+from dask_gpurt.plugins.collectives.gangs import Gangs
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
@@ -110,8 +111,7 @@ class GpurtScheduler(SchedulerPlugin):
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also after a failure: connecting clients wait for this event before they get a
-                    # status.
+                    # Also after a failure: connecting clients wait for it before they get a status.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
@@ -167,7 +167,8 @@ class GpurtScheduler(SchedulerPlugin):
         ]
         if self.settings.collectives.enabled:
             self.broadcaster = Broadcaster(scheduler, self.ready)
-            self._replaced.append(self.broadcaster)
+            self.gangs = Gangs(scheduler, self.ready, self._wait_for_reports)
+            self._replaced += [self.broadcaster, self.gangs]
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
@@ -177,8 +178,7 @@ class GpurtScheduler(SchedulerPlugin):
         plugin = self._bootstrap()
         telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
         self._registering_workers = asyncio.ensure_future(telling)
-        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
-        # and runs wait for it no longer than for others.
+        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready.
         self._registering_workers.add_done_callback(_log_failure)
         await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
@@ -326,8 +326,7 @@ class GpurtScheduler(SchedulerPlugin):
         request_checks.name("worker", worker)
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
-            # The worker left meanwhile. An entry would never be removed.
-            return
+            return  # it left meanwhile, and an entry would never be removed
         self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)
@@ -481,6 +480,7 @@ class GpurtScheduler(SchedulerPlugin):
             ],
             "placement": None if self.placement is None else self.placement.summary(),
             "broadcasts": None if self.broadcaster is None else self.broadcaster.report(),
+            "collectives": None if self.broadcaster is None else self.gangs.report(),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
             "departed": self.tally.departed(),

@@ -24,6 +24,7 @@ from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.worker_broadcasts import WorkerBroadcasts
+from dask_gpurt.plugins.collectives.worker_groups import WorkerGroups
 from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
@@ -117,6 +118,7 @@ class WorkerRuntime:
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
         #: Shuffles whose shards were damaged on this worker's disk.
         self.kept_off_disk: set[str] = set()
+        self.groups = WorkerGroups(worker, self)
 
     def keep_off_disk(self, shuffle_id: str) -> None:
         """Keep later runs of a shuffle in memory: its shards were damaged on this disk.
@@ -233,6 +235,7 @@ class WorkerRuntime:
     def attach(self) -> None:
         """Start a new count: the runtime is switched on. Runs on the event loop."""
         self.is_attached = True
+        self.groups.open()
         self._counted_before = self.counters.snapshot()
         self.run_reports.clear()
 
@@ -399,6 +402,7 @@ class Attachment:
         self._broadcasts = WorkerBroadcasts(worker, state)
         handlers = (
             *self._broadcasts.handlers(),
+            *state.groups.handlers(),
             self.gpurt_report,
             self.gpurt_explain,
             self._glance.gpurt_glance,
@@ -458,6 +462,7 @@ class Attachment:
 
     def _uninstall(self) -> None:
         self._broadcasts.close()
+        self.state.groups.close()
         self._counter_sender.leave()
         self._gc_freeze.close()
         self._reads.uninstall()

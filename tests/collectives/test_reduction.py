@@ -68,6 +68,6 @@ def test_no_elements_are_no_problem():
 
 def test_ranks_that_differ_are_named():
     same = ((10,), "float32")
-    assert disagreement([same, same]) is None
-    found = disagreement([((12,), "float64"), ((12,), "float64"), same])
-    assert found == "rank 0 has (12,) float64 and rank 2 has (10,) float32"
+    assert disagreement({0: same, 3: same}) is None
+    found = disagreement({0: ((12,), "float64"), 1: ((12,), "float64"), 3: same})
+    assert found == "rank 3 has (10,) float32, rank 0 has (12,) float64"

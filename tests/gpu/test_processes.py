@@ -83,3 +83,35 @@ def test_arrays_are_sent_to_another_process_and_to_the_client(client):
     got = client.submit(on_device, host.T[::2], workers=[one]).result()
     assert isinstance(got, cupy.ndarray)
     np.testing.assert_array_equal(cupy.asnumpy(got), host.T[::2])
+
+
+def exchanged(comm, _):
+    """All operations on arrays of the device; results are there, too."""
+    import cupy
+
+    found = []
+    for length in (5, 200_000):
+        array = cupy.arange(length, dtype="f4") + comm.rank
+        rows = cupy.ones((4, length), dtype="i8")
+        results = [
+            comm.allreduce(array),
+            comm.reduce_scatter(rows, "max"),
+            comm.all_gather(array),
+            comm.broadcast(array, root=1),
+        ]
+        assert all(isinstance(one, cupy.ndarray) for one in results)
+        found.append([cupy.asnumpy(one) for one in results])
+    return found
+
+
+def test_ranks_exchange_arrays_of_their_devices(client):
+    from dask_gpurt.collectives import Communicator
+
+    with Communicator(client) as comm:
+        both = client.gather(comm.run(exchanged))
+    for found in both:
+        for length, results in zip((5, 200_000), found, strict=True):
+            one = np.arange(length, dtype="f4")
+            wanted = [one + (one + 1), np.ones((2, length)), np.stack([one, one + 1]), one + 1]
+            for result, expected in zip(results, wanted, strict=True):
+                np.testing.assert_array_equal(result, expected)

@@ -1,0 +1,304 @@
+"""The first failure of a rank ends the group: all others get one error that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from distributed import Client, Event, Worker, wait
+
+import dask_gpurt
+from dask_gpurt.collectives import Communicator
+from dask_gpurt.collectives.plans import steps_of
+from dask_gpurt.errors import CollectiveError, RankLostError
+from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES, OperationRun
+from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
+
+THREE = [("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.3", 1)]
+TWO_BY_TWO = [("127.0.0.1", 1)] * 2 + [("127.0.0.2", 1)] * 2
+#: Elements of a message that is copied, and of one that is lent.
+SMALL, LARGE = 10, INLINE_NBYTES
+
+
+async def errors_of(futures):
+    await wait(futures)
+    return [await future.exception() for future in futures]
+
+
+def raising(comm, _):
+    comm.barrier()
+    if comm.rank == 1:
+        raise ValueError("it is 7")
+    comm.allreduce(np.ones(SMALL))
+
+
+@on_cluster(THREE)
+async def test_an_exception_of_a_step_is_named_on_all_ranks(c, s, *workers):
+    async with Communicator(c) as comm:
+        errors = await errors_of(await comm.run(raising))
+    assert repr(errors[1]) == "ValueError('it is 7')"
+    text = f"rank 1 at {comm.workers[1]} failed: ValueError('it is 7')"
+    assert [str(errors[0]), str(errors[2])] == [text, text]
+    assert type(errors[0]) is type(errors[2]) is CollectiveError
+    await assert_nothing_stays(c, s, *workers)
+
+
+def unequal(comm, _, call, odd_rank, odd, even):
+    array = odd if comm.rank == odd_rank else even
+    return getattr(comm, call)(array)
+
+
+@on_cluster(THREE)
+async def test_unequal_arrays_are_named_on_all_ranks(c, s, *workers):
+    async with Communicator(c) as comm:
+        for algorithm in ("one-shot", "two-shot", "ring", "tree"):
+            for n in (SMALL, LARGE):
+                odd, even = np.ones(n, "f4"), np.ones(n + 2)
+                with forced("all_reduce", algorithm):
+                    futures = await comm.run(unequal, None, "allreduce", 2, odd, even)
+                    errors = await errors_of(futures)
+                texts = {str(error) for error in errors}
+                assert len(texts) == 1, (algorithm, n)
+                assert {type(error) for error in errors} == {CollectiveError}
+                (text,) = texts
+                assert f"rank 2 has ({n},) float32" in text
+                assert f"has ({n + 2},) float64" in text
+    del futures
+    await assert_nothing_stays(c, s, *workers)
+
+
+@on_cluster(THREE)
+async def test_unequal_rows_are_named_too(c, s, *workers):
+    arrays = np.ones((4, 2)), np.ones((4, 3))
+    async with Communicator(c) as comm:
+        for call in ("reduce_scatter", "all_gather"):
+            errors = await errors_of(await comm.run(unequal, None, call, 0, *arrays))
+            for error in errors:
+                assert "has (4, 2) float64" in str(error) and "has (4, 3) float64" in str(error)
+
+
+def other_call(comm, _):
+    return comm.barrier() if comm.rank else comm.allreduce(np.zeros(1, "u1"), "max")
+
+
+def broadcast_or_not(comm, _):
+    return comm.barrier() if comm.rank else comm.broadcast(np.zeros(1), root=1)
+
+
+@on_cluster(THREE)
+async def test_unequal_calls_are_named(c, s, *workers):
+    async with Communicator(c) as comm:
+        for step, call in ((other_call, "allreduce(max)"), (broadcast_or_not, "broadcast(root=1)")):
+            for error in await errors_of(await comm.run(step)):
+                assert type(error) is CollectiveError
+                assert re.fullmatch(r"rank \d calls barrier\(\), rank 0 calls (.*)", str(error))
+                assert str(error).endswith(call)
+
+
+@on_cluster(THREE)
+async def test_types_that_cannot_be_added_are_refused_at_once(c, s, *workers):
+    odd = [np.array([None]), np.zeros(1, "S0"), np.ma.masked_array([1]), np.zeros(1, "i4,f8")]
+    async with Communicator(c) as comm:
+        for array in odd:
+            futures = await comm.run(unequal, None, "allreduce", 1, array, np.zeros(1))
+            errors = await errors_of(futures)
+            assert type(errors[1]) is TypeError
+            for error in (errors[0], errors[2]):
+                assert type(error) is CollectiveError and "rank 1" in str(error)
+                assert "TypeError" in str(error)
+
+
+def wrong_arguments(comm, _):
+    for call, error in (
+        (lambda: comm.allreduce(np.ones(1), "mean"), ValueError),
+        (lambda: comm.broadcast(np.ones(1), root=3), ValueError),
+        (lambda: comm.reduce_scatter(1.0), ValueError),
+        (lambda: comm.allreduce("text"), TypeError),
+    ):
+        with pytest.raises(error):
+            call()
+    return comm.allreduce(1)
+
+
+@on_cluster(THREE)
+async def test_a_refused_call_leaves_the_group_as_it_is(c, s, *workers):
+    async with Communicator(c) as comm:
+        assert await c.gather(await comm.run(wrong_arguments)) == [3, 3, 3]
+
+
+def two_threads(comm, _, name):
+    if comm.rank:
+        Event(name).wait()
+        return comm.allreduce(1)
+    first = []
+    thread = threading.Thread(target=lambda: first.append(comm.allreduce(1)))
+    thread.start()
+    while not comm._is_busy.locked():
+        time.sleep(0)
+    with pytest.raises(CollectiveError, match="two threads of rank 0"):
+        comm.allreduce(1)
+    Event(name).set()
+    thread.join()
+    return first[0]
+
+
+@on_cluster(THREE)
+async def test_two_operations_at_once_are_refused(c, s, *workers):
+    async with Communicator(c) as comm:
+        assert await c.gather(await comm.run(two_threads, None, "busy")) == [3, 3, 3]
+
+
+def ends_early(comm, _):
+    return None if comm.rank == 1 else comm.allreduce(1)
+
+
+@on_cluster(THREE)
+async def test_a_rank_that_ends_early_is_no_deadlock(c, s, *workers):
+    async with Communicator(c) as comm:
+        errors = await errors_of(await comm.run(ends_early))
+    assert errors[1] is None and "has ended its step" in str(errors[0])
+    assert str(errors[0]) == str(errors[2])
+
+
+def silent(comm, _, name):
+    return Event(name).wait() if comm.rank == 1 else comm.allreduce(1)
+
+
+@on_cluster(THREE)
+async def test_a_silent_rank_is_named_after_the_timeout(c, s, *workers):
+    async with Communicator(c, timeout="300ms") as comm:
+        futures = await comm.run(silent, None, "never")
+        await wait([futures[0], futures[2]])
+        await Event("never", client=c).set()
+        errors = await errors_of(futures)
+    assert "made no progress for 0.3 s: no message of rank 1" in str(errors[0])
+    assert str(errors[0]) == str(errors[2])
+
+
+# ---------------------------------------------------------------------- ranks that are lost
+
+
+def one_operation(comm, _, collective, n):
+    array = np.ones(n)
+    if collective == "all_reduce":
+        return comm.allreduce(array)
+    if collective == "reduce_scatter":
+        return comm.reduce_scatter(array.reshape(-1, 1))
+    if collective == "all_gather":
+        return comm.all_gather(array)
+    comm.broadcast(array if comm.rank == 0 else None)
+    return comm.barrier()
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), EACH)
+def test_a_lost_rank_in_each_step_is_named_by_all_others(collective, algorithm):
+    """Its connections break before the step. Large and small messages take turns."""
+    hosts = TWO_BY_TWO if algorithm == "two-level" else THREE
+
+    @on_cluster(hosts)
+    async def test(c, s, *workers):
+        there = {worker.address: worker for worker in workers}
+        name = collective.replace("_", "-")
+        groups = [address.rpartition(":")[0] for address in sorted(there)]
+        n_steps = len(steps_of(name, algorithm, 0, groups, 1))
+        carry_out = OperationRun._carry_out
+        for dead_step in range(n_steps):
+            victim = dead_step % len(hosts)
+
+            async def dying(run, number, step, victim=victim, dead_step=dead_step):
+                if (run._member.rank, run.epoch, number) == (victim, 0, dead_step):
+                    run._member._worker.batched_stream.comm.abort()
+                    await run._until(lambda: False, str)
+                await carry_out(run, number, step)
+
+            n = (SMALL, LARGE)[dead_step % 2]
+            with forced(collective, algorithm), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(OperationRun, "_carry_out", dying)
+                async with Communicator(c) as comm:
+                    futures = await comm.run(one_operation, None, collective, n)
+                    others = [one for rank, one in enumerate(futures) if rank != victim]
+                    errors = await errors_of(others)
+                    while futures[victim].status != "cancelled":
+                        await asyncio.sleep(0)
+            lost = comm.workers[victim]
+            for error in errors:
+                assert type(error) is RankLostError
+                assert (error.rank, error.address) == (victim, lost)
+            smaller = await comm.rebuild()
+            async with smaller:
+                sums = await c.gather(await smaller.run(one_operation, None, "all_reduce", 1))
+            assert sums == [[len(hosts) - 1]] * (len(hosts) - 1)
+            await there.pop(lost).finished()
+            del futures, others, errors
+            await assert_nothing_stays(c, s, *there.values())
+            # The next step needs as many hosts.
+            host = lost.rpartition(":")[0].removeprefix("tcp://")
+            new = await Worker(s.address, nthreads=1, host=host)
+            there[new.address] = new
+        for worker in there.values():
+            await worker.close()
+
+    test()
+
+
+def waits_for_rank_0(comm, _):
+    return Event("go").wait() if comm.rank == 0 else comm.allreduce(1)
+
+
+@on_cluster(THREE)
+async def test_a_cancelled_run_ends_its_group(c, s, *workers):
+    async with Communicator(c) as comm:
+        futures = await comm.run(waits_for_rank_0)
+        while not all(worker.state.executing_count for worker in workers):
+            await asyncio.sleep(0)
+        await c.cancel([futures[2]])
+        assert "the task of rank 2 was cancelled" in str(await futures[1].exception())
+        await Event("go", client=c).set()
+        await wait(futures[0])
+    del futures
+    await assert_nothing_stays(c, s, *workers)
+
+
+@on_cluster(THREE)
+async def test_an_error_in_the_block_ends_its_runs(c, s, *workers):
+    with pytest.raises(ZeroDivisionError):
+        async with Communicator(c) as comm:
+            futures = await comm.run(waits_for_rank_0)
+            while not all(worker.state.executing_count for worker in workers):
+                await asyncio.sleep(0)
+            await Event("go", client=c).set()
+            raise ZeroDivisionError
+    assert "the client has cancelled the run" in str(await futures[1].exception())
+
+
+@on_cluster(THREE)
+async def test_a_client_that_leaves_ends_its_groups(c, s, *workers):
+    """One of its gangs runs, and one waits for the same workers."""
+    async with Client(s.address, asynchronous=True) as other:
+        comm = Communicator(other)
+        futures = await comm.run(waits_for_rank_0)
+        second = asyncio.ensure_future(Communicator(other).run(waits_for_rank_0))
+        while len(s.plugins["gpurt"].gangs._gangs) < 2:
+            await asyncio.sleep(0)
+        second.cancel()
+        assert len(futures) == 3
+    await Event("go", client=c).set()
+    await assert_nothing_stays(c, s, *workers)
+
+
+@on_cluster(THREE)
+async def test_switching_off_ends_groups(c, s, *workers):
+    async with Communicator(c) as comm:
+        futures = await comm.run(waits_for_rank_0)
+        while not all(worker.state.executing_count for worker in workers):
+            await asyncio.sleep(0)
+        await dask_gpurt.disable(c)
+        assert "switched off" in str(await futures[1].exception())
+        await Event("go", client=c).set()
+        assert await futures[0] is True
+    assert not s.extensions["multi_locks"].requests
+    assert "gpurt_gang_begin" not in s.handlers
