@@ -25,6 +25,7 @@ from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
 from dask_gpurt.plugins.collectives.broadcaster import Broadcaster
+from dask_gpurt.plugins.collectives.reductions import SlicedReductions
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
@@ -110,8 +111,7 @@ class GpurtScheduler(SchedulerPlugin):
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also after a failure: connecting clients wait for this event before they get a
-                    # status.
+                    # Also after a failure: connecting clients wait for this before they get status.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
@@ -130,6 +130,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.broadcaster: Broadcaster | None = None
+        self.reductions: SlicedReductions | None = None
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
@@ -167,7 +168,8 @@ class GpurtScheduler(SchedulerPlugin):
         ]
         if self.settings.collectives.enabled:
             self.broadcaster = Broadcaster(scheduler, self.ready)
-            self._replaced.append(self.broadcaster)
+            self.reductions = SlicedReductions(scheduler)
+            self._replaced += [self.broadcaster, self.reductions]
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
@@ -177,8 +179,7 @@ class GpurtScheduler(SchedulerPlugin):
         plugin = self._bootstrap()
         telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
         self._registering_workers = asyncio.ensure_future(telling)
-        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready,
-        # and runs wait for it no longer than for others.
+        # A worker with a blocked event loop takes the plugin in later; runs wait as for others.
         self._registering_workers.add_done_callback(_log_failure)
         await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
@@ -391,10 +392,8 @@ class GpurtScheduler(SchedulerPlugin):
             if isinstance(stock, p2p.ArrayRechunkSpec):
                 return ArraySpec.replacing(stock, self.settings.shuffle, order)
             assert isinstance(stock, p2p.DataFrameShuffleSpec)
-            rows = self._sketches.get(stock.id)
-            return FrameSpec.replacing(
-                stock, frame_kind(stock.meta), self.settings.shuffle, rows, order
-            )
+            kind, rows = frame_kind(stock.meta), self._sketches.get(stock.id)
+            return FrameSpec.replacing(stock, kind, self.settings.shuffle, rows, order)
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."
@@ -481,6 +480,7 @@ class GpurtScheduler(SchedulerPlugin):
             ],
             "placement": None if self.placement is None else self.placement.summary(),
             "broadcasts": None if self.broadcaster is None else self.broadcaster.report(),
+            "reductions": None if self.reductions is None else self.reductions.report(),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
             "departed": self.tally.departed(),
