@@ -88,14 +88,29 @@ class Piecewise:
                 if {_width(one, self._out_axis) for one in _arrays(part)} != {stop}:
                     return self._combine(values)
                 result = _mapped(part, lambda one: self._empty_like(one, width))
+                if isinstance(part, dict) and _are_repeated(values):
+                    result["n"] = np.broadcast_to(part["n"].flat[0], result["n"].shape)
             for whole, one in zip(_arrays(result), _arrays(part), strict=True):
-                whole[_index(self._out_axis, start, stop)] = one
+                if whole.flags.writeable:
+                    whole[_index(self._out_axis, start, stop)] = one
         return result
 
     def _empty_like(self, part: Any, width: int) -> Any:
         shape = list(part.shape)
         shape[self._out_axis] = width
         return np.empty_like(part, shape=shape)
+
+
+def _are_repeated(values: Any) -> bool:
+    """Return whether the counts in each value are one number, repeated by strides of 0.
+
+    So are the counts of chunks without missing values. Stock Dask makes full arrays of them, and
+    then sends these as well.
+    """
+    if isinstance(values, list):
+        return all(map(_are_repeated, values))
+    counts = values["n"]
+    return not any(step for step, n in zip(counts.strides, counts.shape, strict=True) if n > 1)
 
 
 def _index(axis: int, start: int, stop: int | None) -> tuple[slice, ...]:

@@ -97,6 +97,11 @@ class Tree:
         """The axes that are not reduced."""
         return [axis for axis in range(len(self.chunks)) if axis not in self.axes]
 
+    @property
+    def n_blocks(self) -> int:
+        """Number of chunks of the result."""
+        return math.prod(len(self.chunks[axis]) for axis in self.kept)
+
     def result_axis(self, axis: int) -> int:
         """Return the number of an axis in the result."""
         return axis if self.keepdims else self.kept.index(axis)
@@ -118,8 +123,7 @@ class Tree:
 
     def n_values(self, graph: HighLevelGraph) -> list[int]:
         """Return the number of values before each level, for one chunk of the result; then 1."""
-        n_blocks = math.prod(len(self.chunks[axis]) for axis in self.kept)
-        below = [len(_mapping(graph, name)) // n_blocks for name in self.levels]
+        below = [len(_mapping(graph, name)) // self.n_blocks for name in self.levels]
         return [math.prod(len(self.chunks[axis]) for axis in self.axes), *below]
 
 
@@ -176,7 +180,9 @@ def _tree(
     axes, keepdims = level
     if chunks is None or not all(axis < len(chunks) for axis in axes):
         return None
-    return Tree(leaf, tuple(names), axes, keepdims, chunks, said["dtype"].itemsize)
+    tree = Tree(leaf, tuple(names), axes, keepdims, chunks, said["dtype"].itemsize)
+    # The program may want values of an inner level, which are not results.
+    return tree if len(_mapping(graph, name)) == tree.n_blocks else None
 
 
 def _only(names: Any) -> str | None:
