@@ -14,13 +14,12 @@ from dask.array.optimization import optimize
 from distributed import Scheduler
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
-
-STOCK = distributed.scheduler._materialize_graph
+from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, _ReplacedFunction
 
 
 def test_names_are_as_expected():
-    assert list(inspect.signature(STOCK).parameters) == ["expr", "validate"]
+    function = inspect.unwrap(distributed.scheduler._materialize_graph)
+    assert list(inspect.signature(function).parameters) == ["expr", "validate"]
     assert "low_level_optimizer" in HLGExpr._parameters
     assert issubclass(HLGFinalizeCompute, HLGExpr)
     assert inspect.iscoroutinefunction(Scheduler.update_graph)
@@ -55,7 +54,6 @@ async def test_layers_of_a_program_are_seen_once(c, s, a):
     assert sums()[0].name in graph.layers and len(keys) == 1
     swap.uninstall()
     swap.uninstall()
-    assert distributed.scheduler._materialize_graph is STOCK
     assert s.stream_handlers["update-graph"] == s.update_graph
     assert await c.compute(sums()[1]) == 11
     assert len(seen.calls) == 1
@@ -122,9 +120,28 @@ async def test_other_schedulers_of_the_process_are_untouched(c, s, a):
         assert await c.compute(sums()[0]) == 66
         assert (len(seen.calls), len(others.calls)) == (1, 0)
         swap.uninstall()
-        assert distributed.scheduler._materialize_graph is not STOCK
         second.uninstall()
-        assert distributed.scheduler._materialize_graph is STOCK
+
+
+def test_the_function_of_the_process_is_restored():
+    stock = distributed.scheduler._materialize_graph
+    one = _ReplacedFunction()
+    for _ in range(2):
+        one.acquire()
+        assert distributed.scheduler._materialize_graph is not stock
+    one.release()
+    assert distributed.scheduler._materialize_graph is not stock
+    one.release()
+    assert distributed.scheduler._materialize_graph is stock
+
+
+@gen_cluster(nthreads=[])
+async def test_a_scheduler_that_ends_gives_the_function_back(s):
+    swap = GraphSwap(s, Seen())
+    finalizer = swap._finalizer
+    assert finalizer.alive and finalizer.peek()[0] is s
+    swap.uninstall()
+    assert not finalizer.alive
 
 
 @pytest.mark.parametrize("kind", ["threads", "sync"])

@@ -8,7 +8,7 @@ The function that optimises is the client's: `array_optimize` of its configurati
 | stream handler `update-graph` | tells for which scheduler a graph is made into tasks
 | `GraphSwap.uninstall` |
 | `distributed.scheduler._materialize_graph` | layers can be changed before they are optimised
-| `GraphSwap.uninstall`, if no other scheduler of the process uses it |
+| `GraphSwap.uninstall`, or the end of the last scheduler of the process that uses it |
 | `HLGExpr`, `_HLGExprSequence` and `low_level_optimizer` of `dask._expr` | where the layers are,
 and the function that optimises them; the function is wrapped in the scheduler's copy | |
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,8 @@ class _ReplacedFunction:
     """The patch of this process, and the number of schedulers that use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: garbage collection may finalize a scheduler while this thread holds the lock.
+        self._lock = threading.RLock()
         self._users = 0
         self._stock: Callable[..., Any] | None = None
 
@@ -112,12 +114,11 @@ class GraphSwap:
 
         self._ours = self._handlers["update-graph"] = update_graph
         _replaced.acquire()
-        self._is_installed = True
+        # A scheduler that closes does not uninstall.
+        self._finalizer = weakref.finalize(scheduler, _replaced.release)
 
     def uninstall(self) -> None:
         """Restore stock Dask's functions."""
-        if self._is_installed:
-            self._is_installed = False
-            if self._handlers.get("update-graph") is self._ours:
-                self._handlers["update-graph"] = self._stock
-            _replaced.release()
+        if self._handlers.get("update-graph") is self._ours:
+            self._handlers["update-graph"] = self._stock
+        self._finalizer()
