@@ -94,6 +94,17 @@ async def test_no_worker_receives_whole_values(c, s, *workers):
     assert all(max(one.values(), default=0) <= 8 * N / 3 for one in received)
 
 
+@on_cluster(**{"gpurt.placement.policy": "data-aware"})
+async def test_each_worker_combines_one_slice(c, s, *workers):
+    array = c.persist(blocks())
+    await c.compute(array.min(axis=1))
+    await c.compute(array.sum(axis=0))
+    slices = {key for key, *_ in s.transition_log if "sum-slice" in str(key)}
+    said = [s.plugins["gpurt"].placement.explain(key) for key in slices]
+    assert {one["worker"] for one in said} == {worker.address for worker in workers}
+    assert all(one["reason"].startswith("combines a slice") for one in said)
+
+
 @on_cluster()
 async def test_small_results_are_left_alone(c, s, *workers):
     array = blocks(width=N // 100).sum(axis=0)

@@ -13,6 +13,7 @@ tasks, and the functions in them, `partial` or `compose` of two | |
 `chunk_min`, `chunk_max`, `_nanmin_skip`, `_nanmax_skip` of `dask.array.reductions`; `_chunk_sum` of
 `dask.array.routines` | functions that combine element by element | |
 | `Blockwise.task` | the function of a layer of chunk results | |
+| `TaskState.run_spec`, `Task.func` | whether a task combines slices | |
 | `Layer.collection_annotations` | chunks and types of an array's layer | |
 
 Contract tests in `tests/plugins/patches/test_reduction_layers.py` fail when Dask changes any of
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask.base import tokenize
 from dask.blockwise import Blockwise
@@ -36,6 +37,9 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_gpurt.collectives.slicing import Cut, Piecewise, bounds
 from dask_gpurt.plugins.collectives.shipped import Shipped
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
 
 #: Types of numbers whose combination was compared bit by bit: booleans, integers, floats, complex.
 _KINDS = "biufc"
@@ -324,6 +328,15 @@ class TreeWriter:
                 dependencies[name] = set(written if is_top else written[-1:])
                 written.append(name)
         return HighLevelGraph(layers, dependencies)
+
+
+def slice_number(ts: TaskState) -> int | None:
+    """Return which slice of values a task combines; None if it does something else."""
+    function = getattr(ts.run_spec, "func", None)
+    if type(function) is not Shipped or function.kind is not Piecewise:
+        return None
+    key: Any = ts.key
+    return int(key[-1]) if "-slice-" in key[0] else None
 
 
 def _mapped(keys: Any, function: Any) -> Any:
