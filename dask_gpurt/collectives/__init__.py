@@ -8,6 +8,7 @@ into slices, and is a list of steps for each rank.
 - `schedules`: algorithms that treat all ranks alike. `two_level` knows which ranks share a host.
 - `choice`: the cost of each algorithm on given links, and the cheapest one.
 - `reduction`: adding up slices in memory.
+- `sliced_trees`: which levels of a reduction of Dask's combine slices. `slicing` cuts and combines.
 
 The room is pure but for that memory. `plugins` run the steps on workers.
 """

@@ -95,6 +95,9 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         made = f"{sent['values']} values, {sent['copies']} copies"
         moved = f"{format_bytes(sent['nbytes'])} in {sent['seconds']:.1f} s"
         rows += [("broadcasts", f"{made}, {moved}")]
+    if (cut := found.get("reductions")) and cut["sliced"] + cut["piecewise"]:
+        said = f"{cut['sliced']} in {cut['slices']} slices, {cut['piecewise']} of whole values"
+        rows += [("reductions", said)]
     lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)

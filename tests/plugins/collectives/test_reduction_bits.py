@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask._task_spec import convert_legacy_graph
-from dask.core import toposort
+from dask.core import flatten, toposort
 from dask.utils import ensure_dict
 from distributed.protocol import deserialize, serialize
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from dask_gpurt.plugins.patches.graphs.reduction_layers import TreeWriter, trees
 from tests.thoroughness import RUNS_ALL
 
 OPERATIONS = ["sum", "prod", "min", "max", "any", "all", "mean", "var", "std"]
+OPERATIONS += ["moment"]
 OPERATIONS += [f"nan{name}" for name in ("sum", "prod", "min", "max", "mean", "var", "std")]
 TYPES = ["f2", "f4", "f8", "c8", "c16", "i1", "i8", "u2", "?"]
 
@@ -53,7 +54,7 @@ def rewritten(array, level, n_slices, axis):
 def assert_same_bits(array, level, n_slices, axis=0):
     graph, n_trees = rewritten(array, level, n_slices, axis)
     assert n_trees
-    keys = list(da.core.flatten(array.__dask_keys__()))
+    keys = list(flatten(array.__dask_keys__()))
     for moves in (False, True):
         ours, stock = run(graph, keys, moves=moves), run(array.dask, keys, moves=moves)
         for one, other in zip(ours, stock, strict=True):
@@ -113,7 +114,7 @@ def reductions(draw):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::numpy.exceptions.ComplexWarning")
-@settings(max_examples=2000 if RUNS_ALL else 150)
+@settings(max_examples=2000 if RUNS_ALL else 100)
 @given(
     name=st.sampled_from(OPERATIONS),
     case=reductions(),
@@ -125,6 +126,7 @@ def reductions(draw):
 def test_bits_of_reductions(name, case, keepdims, split_every, level, n_slices):
     array, axes, cut = case
     options = {"axis": axes, "keepdims": keepdims, "split_every": split_every}
+    options |= {"order": 3} if name == "moment" else {}
     assert_same_bits(getattr(da, name)(array, **options), level, n_slices, cut)
 
 
@@ -142,7 +144,7 @@ def contractions(left, right):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=200 if RUNS_ALL else 15)
+@settings(max_examples=200 if RUNS_ALL else 10)
 @given(data=st.data(), n_slices=st.integers(1, 4), level=st.integers(0, 1))
 def test_bits_of_contractions(data, n_slices, level):
     parts = data.draw(st.lists(st.integers(1, 3), min_size=5, max_size=7))

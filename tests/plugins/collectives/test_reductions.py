@@ -18,6 +18,7 @@ from distributed.utils_test import gen_cluster
 import dask_gpurt
 from dask_gpurt.collectives import sliced_trees
 from dask_gpurt.collectives.slicing import Cut
+from dask_gpurt.command.status import as_text
 from dask_gpurt.plugins.collectives.shipped import Shipped
 
 N_WORKERS = 4
@@ -112,6 +113,14 @@ async def test_small_results_are_left_alone(c, s, *workers):
     assert s.plugins["gpurt"].reductions.rewrite(graph, array.__dask_keys__()) is graph
     assert (await c.compute(array)).shape == (N // 100,)
     assert report(s)["sliced"] == report(s)["piecewise"] == 0 and not prefixes(s)
+
+
+@on_cluster()
+async def test_status_counts_reductions(c, s, *workers):
+    assert "reductions" not in as_text({**await dask_gpurt.status(c), "scheduler": s.address})
+    await c.gather(c.compute([blocks().sum(axis=0), blocks(2).max(axis=0)]))
+    text = as_text({**await dask_gpurt.status(c), "scheduler": s.address})
+    assert "reductions  1 in 4 slices, 1 of whole values" in text
 
 
 @on_cluster(n_workers=2)
