@@ -120,7 +120,7 @@ async def test_status_counts_reductions(c, s, *workers):
     assert "reductions" not in as_text({**await dask_gpurt.status(c), "scheduler": s.address})
     await c.gather(c.compute([blocks().sum(axis=0), blocks(2).max(axis=0)]))
     text = as_text({**await dask_gpurt.status(c), "scheduler": s.address})
-    assert "reductions  1 in 4 slices, 1 of whole values" in text
+    assert "1 in 4 slices, 1 of whole values" in text
 
 
 @on_cluster(n_workers=2)
