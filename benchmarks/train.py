@@ -27,7 +27,7 @@ from benchmarks.harness import arguments, stock_client, write_json
 from benchmarks.hosts import cluster, hosts, shape
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.collectives.choice import RankGroup
-from dask_gpurt.plugins.collectives.group_member import GroupMember
+from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
 
 N_STEPS = 200
 N_ROWS, N_COLUMNS = 100_000, 20

@@ -159,7 +159,7 @@ ONLY_IN = {
         "devices/cuda/out_of_memory.py",
         "frames/device/cudf_.py",
         "frames/device/cupy_.py",
-        "plugins/collectives/torch_start.py",
+        "plugins/collectives/groups/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
     "nvtx": {"devices/cuda/ranges.py"},
@@ -170,7 +170,7 @@ ONLY_IN = {
     "pylibcudf": {"frames/device/cudf_.py"},
     "pynvml": {"plugins/topology/host_report.py"},
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},
-    "torch": {"plugins/collectives/torch_start.py"},
+    "torch": {"plugins/collectives/groups/torch_start.py"},
     "ucxx": {"transport/ucx_context.py"},
 }
 

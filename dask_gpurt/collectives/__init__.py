@@ -9,6 +9,7 @@ into slices, and is a list of steps for each rank.
 - `plans`: the steps of a rank, by the name of an algorithm.
 - `choice`: the cost of each algorithm on given links, and the cheapest one.
 - `reduction`: adding up slices in memory.
+- `sliced_trees`: which levels of a reduction of Dask's combine slices. `slicing` cuts and combines.
 
 The room is pure but for that memory. `plugins` run the steps on workers, and have `Communicator`:
 its name is here for programs, and is loaded when it is first used.
@@ -19,7 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.collectives.communicator import Communicator as Communicator
+    from dask_gpurt.plugins.collectives.groups.communicator import Communicator as Communicator
 
 __all__ = ["Communicator"]
 
@@ -27,6 +28,6 @@ __all__ = ["Communicator"]
 def __getattr__(name: str) -> Any:
     if name != "Communicator":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dask_gpurt.plugins.collectives.communicator import Communicator
+    from dask_gpurt.plugins.collectives.groups.communicator import Communicator
 
     return Communicator

@@ -99,6 +99,9 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         rows += [("broadcasts", f"{made}, {moved}; the last in {last['seconds']:.1f} s{compared}")]
     if (groups := found.get("collectives")) and groups["operations"]:
         rows += [("collectives", _collectives(groups))]
+    if (cut := found.get("reductions")) and cut["sliced"] + cut["piecewise"]:
+        said = f"{cut['sliced']} in {cut['slices']} slices, {cut['piecewise']} of whole values"
+        rows += [("reductions", said)]
     lines = aligned(rows, width=width)
     totals = found["totals"]
     gone = found.get("departed", {}).get("workers", 0)

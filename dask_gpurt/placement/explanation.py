@@ -21,6 +21,7 @@ REASONS = {
     "small": "decided by stock Dask, since its inputs and its output are so small that moving them"
     " takes no longer than asking for them",
     "siblings": "has what a later task will need together with this one",
+    "slice": "combines a slice of values, and other workers combine the other slices",
     "stuck": "has an input that cannot be moved to another worker",
     "stock": "decided by stock Dask",
 }

@@ -24,8 +24,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
-from dask_gpurt.plugins.collectives.broadcaster import Broadcaster
-from dask_gpurt.plugins.collectives.gangs import Gangs
+from dask_gpurt.plugins.collectives.cluster_collectives import NO_COLLECTIVES, ClusterCollectives
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import p2p, worker_memory
@@ -111,7 +110,7 @@ class GpurtScheduler(SchedulerPlugin):
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also after a failure: connecting clients wait for it before they get a status.
+                    # Also after a failure: connecting clients wait for this before they get status.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
@@ -129,7 +128,7 @@ class GpurtScheduler(SchedulerPlugin):
         #: Set and replaced whenever a worker reports or leaves.
         self._reported = asyncio.Event()
         self.placement: Placement | None = None
-        self.broadcaster: Broadcaster | None = None
+        self.collectives: ClusterCollectives | None = None
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
         scheduler.handlers["gpurt_status"] = self.status
@@ -166,9 +165,9 @@ class GpurtScheduler(SchedulerPlugin):
             OutputOwners(scheduler),
         ]
         if self.settings.collectives.enabled:
-            self.broadcaster = Broadcaster(scheduler, self.ready)
-            self.gangs = Gangs(scheduler, self.ready, self._wait_for_reports)
-            self._replaced += [self.broadcaster, self.gangs]
+            reported = self._wait_for_reports
+            self.collectives = ClusterCollectives(scheduler, self.ready, reported)
+            self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
         # Register now. The scheduler would register only after all workers know, and miss workers
@@ -258,7 +257,7 @@ class GpurtScheduler(SchedulerPlugin):
             said: dict[str, Any] = {"known": False, "key": str(key), "reason": reason}
         else:
             said = self.placement.explain(key)
-        said["broadcast"] = self.broadcaster.explain(key) if self.broadcaster is not None else None
+        said["broadcast"] = self.collectives.explain(key) if self.collectives is not None else None
         where = await self._where(key)
         return {**said, "memory": where.received, "silent": where.silent}
 
@@ -391,10 +390,8 @@ class GpurtScheduler(SchedulerPlugin):
             if isinstance(stock, p2p.ArrayRechunkSpec):
                 return ArraySpec.replacing(stock, self.settings.shuffle, order)
             assert isinstance(stock, p2p.DataFrameShuffleSpec)
-            rows = self._sketches.get(stock.id)
-            return FrameSpec.replacing(
-                stock, frame_kind(stock.meta), self.settings.shuffle, rows, order
-            )
+            kind, rows = frame_kind(stock.meta), self._sketches.get(stock.id)
+            return FrameSpec.replacing(stock, kind, self.settings.shuffle, rows, order)
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."
@@ -479,8 +476,7 @@ class GpurtScheduler(SchedulerPlugin):
                 {"what": what, "why": why, "count": n} for (what, why), n in self.fallbacks.items()
             ],
             "placement": None if self.placement is None else self.placement.summary(),
-            "broadcasts": None if self.broadcaster is None else self.broadcaster.report(),
-            "collectives": None if self.broadcaster is None else self.gangs.report(),
+            **(NO_COLLECTIVES if self.collectives is None else self.collectives.report()),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
             "departed": self.tally.departed(),

@@ -23,8 +23,8 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.worker_broadcasts import WorkerBroadcasts
-from dask_gpurt.plugins.collectives.worker_groups import WorkerGroups
+from dask_gpurt.plugins.collectives.broadcasts.worker_broadcasts import WorkerBroadcasts
+from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
 from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze

@@ -50,6 +50,13 @@ def test_flag_from_the_environment_is_shown(
     assert flag["text"].startswith(f"{state}, by the environment variable DASK_GPURT__ENABLED")
 
 
+def test_array_expressions_are_noted(shell: Shell) -> None:
+    assert found(shell.gpurt("doctor", "--json"), "arrays") == []
+    outcome = shell.gpurt("doctor", "--json", env={"DASK_ARRAY__QUERY_PLANNING": "True"})
+    (arrays,) = found(outcome, "arrays")
+    assert arrays["level"] == "note" and "stock Dask combines" in arrays["text"]
+
+
 def test_flag_from_a_file_is_shown(shell: Shell, user_yaml: Callable[[str], Path]) -> None:
     path = user_yaml("gpurt:\n  enabled: true\n")
     outcome = shell.gpurt("doctor", "--json")

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, wait
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import RankLostError
-from dask_gpurt.plugins.collectives.operation_run import OperationRun
+from dask_gpurt.plugins.collectives.groups.operation_run import OperationRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 

@@ -62,6 +62,7 @@ def local_findings() -> list[Finding]:
         *unknown_keys(),
         huge_pages(),
         open_files(),
+        *array_expressions(),
         gpu(),
     ]
 
@@ -201,6 +202,14 @@ def open_files() -> Finding:
         return Finding("ok", "open files", text)
     remedy = f"to use more workers, raise the hard limit: ulimit -Hn {_FEW_FILES}, or your service"
     return Finding("note", "open files", text, remedy)
+
+
+def array_expressions() -> list[Finding]:
+    """Check whether reductions of arrays have the layers that the runtime knows."""
+    if not dask.config.get("array.query-planning", False):
+        return []
+    text = "array expressions are on: stock Dask combines the results of large reductions"
+    return [Finding("note", "arrays", text, "set array.query-planning to false")]
 
 
 def gpu() -> Finding:

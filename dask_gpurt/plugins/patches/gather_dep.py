@@ -1,7 +1,7 @@
 """Transfers of values for tasks: large ones may come by broadcast, failed ones are tried again.
 
 *Broadcasts.* A worker first looks whether broadcasts bring large values that it needs
-(`plugins.collectives.awaited_values`). It fetches the others.
+(`plugins.collectives.broadcasts.awaited_values`). It fetches the others.
 
 *Retries.* A worker may have no memory to deserialize the values that it has fetched. Stock Dask
 treats this as an error of the values and keeps it to itself: tasks that need them wait for ever

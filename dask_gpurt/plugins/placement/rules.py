@@ -16,6 +16,7 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.fast_paths import holder_is_best, largest_is_best
+from dask_gpurt.plugins.patches.graphs.reduction_layers import slice_number
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import times_joined
 from dask_gpurt.plugins.placement.least_cost import LeastCost
@@ -153,6 +154,33 @@ class SoleHolder:
         return ws
 
 
+class SliceOfValues:
+    """A task that combines slices of values: tasks with other slices of them go to other workers.
+
+    Then all links are busy, each with its part. Costs alone would not lead there: the outputs are
+    joined in the end, and workers without one of them would seem further away.
+    """
+
+    reason = "slice"
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+    def choose(self, question: Question) -> Choice | None:
+        view, ts = self._view, question.ts
+        if (number := slice_number(ts)) is None:
+            return None
+        workers = sorted(set(question.holders))
+        if not workers:
+            return None
+        ws = self._scheduler.workers.get(workers[number % len(workers)])
+        if ws is None or not view.is_suitable(ws, question.allowed):
+            return None
+        view.in_flight.expect_from(question.holders, ts, question.sizes, ws.address)
+        return Choice(ws, None)
+
+
 class LargestInput:
     """A task that a worker with its largest input can begin at once (`largest_is_best`).
 
@@ -214,6 +242,7 @@ def rules(
         RestrictedTask(view),
         NewKind(view),
         SoleHolder(scheduler, view),
+        SliceOfValues(scheduler, view),
         LargestInput(scheduler, view),
     ), LeastCost(scheduler, view)
 

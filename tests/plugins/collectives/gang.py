@@ -47,7 +47,7 @@ def forced(collective: str, algorithm: str) -> Iterator[None]:
 
 async def assert_nothing_stays(c, s, *workers):
     """No group, lock, plugin or memory of an operation is left."""
-    gangs = s.plugins["gpurt"].gangs
+    gangs = s.plugins["gpurt"].collectives.gangs
     gc.collect()  # errors of futures refer to the frames that awaited them
 
     def is_something_there():

@@ -10,8 +10,8 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import ProtocolError
-from dask_gpurt.plugins.collectives import broadcast_run, worker_broadcasts
-from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
+from dask_gpurt.plugins.collectives.broadcasts import broadcast_run, worker_broadcasts
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.routing import host_of
 
@@ -29,7 +29,7 @@ def on_cluster(nthreads=HOSTS, **settings):
 
 
 def report(s):
-    return s.plugins["gpurt"].broadcaster.report()
+    return s.plugins["gpurt"].collectives.broadcaster.report()
 
 
 def values():
@@ -98,7 +98,7 @@ async def test_small_values_are_left_to_stock_dask(c, s, *workers):
 async def test_the_setting_leaves_all_to_stock_dask(c, s, *workers):
     future = await c.scatter(np.ones(N), broadcast=True)
     assert len(s.tasks[future.key].who_has) == len(workers)
-    assert s.plugins["gpurt"].broadcaster is None
+    assert s.plugins["gpurt"].collectives is None
 
 
 @on_cluster()

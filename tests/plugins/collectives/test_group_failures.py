@@ -15,7 +15,7 @@ import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.collectives.plans import steps_of
 from dask_gpurt.errors import CollectiveError, RankLostError
-from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES, OperationRun
+from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
 
 THREE = [("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.3", 1)]
@@ -282,7 +282,7 @@ async def test_a_client_that_leaves_ends_its_groups(c, s, *workers):
         comm = Communicator(other)
         futures = await comm.run(waits_for_rank_0)
         second = asyncio.ensure_future(Communicator(other).run(waits_for_rank_0))
-        while len(s.plugins["gpurt"].gangs._gangs) < 2:
+        while len(s.plugins["gpurt"].collectives.gangs._gangs) < 2:
             await asyncio.sleep(0)
         second.cancel()
         assert len(futures) == 3

@@ -13,9 +13,9 @@ from distributed import Client, Event, LocalCluster
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import ProtocolError, TransportError
-from dask_gpurt.plugins.collectives.group_member import AHEAD, LATE, OVER
-from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
-from dask_gpurt.plugins.collectives.operation_run import INLINE_NBYTES
+from dask_gpurt.plugins.collectives.groups.group_member import AHEAD, LATE, OVER
+from dask_gpurt.plugins.collectives.groups.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker import runtime_of
 from tests.plugins.collectives.gang import on_cluster

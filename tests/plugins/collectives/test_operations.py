@@ -77,7 +77,7 @@ async def test_every_algorithm_has_the_result_of_numpy(c, s, *workers):
                     stack.enter_context(forced(collective, names[number % len(names)]))
                 futures = await comm.run(all_operations, None, LENGTHS, "i4")
                 assert_equal_numpys(await c.gather(futures), len(workers), "i4")
-    chosen = s.plugins["gpurt"].gangs.report()["algorithms"]
+    chosen = s.plugins["gpurt"].collectives.gangs.report()["algorithms"]
     assert chosen.keys() == {name for names in ALGORITHMS.values() for name in names}
     del futures
     await assert_nothing_stays(c, s, *workers)
@@ -171,7 +171,7 @@ async def test_the_choice_is_explained_and_counted(c, s, *workers):
     assert found["chosen"] == found["candidates"][0]["algorithm"] == "two-level"
     costs = [one["seconds"] for one in found["candidates"]]
     assert costs == sorted(costs) and len(costs) == 5 and found["seconds"] > 0
-    counted = s.plugins["gpurt"].gangs.report()
+    counted = s.plugins["gpurt"].collectives.gangs.report()
     assert counted["operations"] == {"all-reduce": 1} and counted["nbytes"] == 8 << 20
     assert counted["algorithms"] == {"two-level": 1}
     shown = as_text({**await c.scheduler.gpurt_status(), "scheduler": s.address})

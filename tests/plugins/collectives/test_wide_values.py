@@ -10,8 +10,8 @@ from distributed import Event, wait
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins.collectives import awaited_values, wide_values
-from dask_gpurt.plugins.collectives.broadcast_run import BroadcastRun
+from dask_gpurt.plugins.collectives.broadcasts import awaited_values, wide_values
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
 
 #: Three addresses of this machine stand for three hosts.
 HOSTS = [("127.0.0.1", 1)] * 2 + [("127.0.0.2", 1)] * 2 + [("127.0.0.3", 1)] * 2
@@ -30,7 +30,7 @@ def on_cluster(**settings):
 
 
 def report(s):
-    return s.plugins["gpurt"].broadcaster.report()
+    return s.plugins["gpurt"].collectives.broadcaster.report()
 
 
 def made(nbytes):
@@ -139,6 +139,6 @@ async def test_workers_fetch_what_a_broadcast_fails_to_bring(c, s, *workers):
 async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
     await used_by(c, s, value, workers)
-    assert not s.plugins["gpurt"].broadcaster._wide._under_way
+    assert not s.plugins["gpurt"].collectives.broadcaster._wide._under_way
     attached = [worker.plugins["gpurt"]._attachment for worker in workers]
     assert not any(one._broadcasts.awaited._arrived for one in attached)

@@ -21,9 +21,9 @@ from distributed.threadpoolexecutor import thread_state
 
 from dask_gpurt.errors import ActivationError, GangError
 from dask_gpurt.plugins import activation
-from dask_gpurt.plugins.collectives.gangs import rank_key
-from dask_gpurt.plugins.collectives.rank import run_rank
-from dask_gpurt.plugins.collectives.torch_start import run_with_torch
+from dask_gpurt.plugins.collectives.groups.gangs import rank_key
+from dask_gpurt.plugins.collectives.groups.rank import run_rank
+from dask_gpurt.plugins.collectives.groups.torch_start import run_with_torch
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -24,14 +24,14 @@ from dask_gpurt.collectives.slice_memory import Buffer, SliceMemory
 from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError
-from dask_gpurt.plugins.collectives.group_messages import SliceHeader, Subject
-from dask_gpurt.plugins.collectives.task_thread import TaskThread
+from dask_gpurt.plugins.collectives.groups.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.collectives.group_member import GroupMember
+    from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
     from dask_gpurt.plugins.shuffle.transports import Transport
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.awaited_values import AwaitedValues
-from dask_gpurt.plugins.collectives.broadcast_run import PATIENCE_S, BroadcastRun, spread
+from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.plugins.collectives.wide_values import LEAST_WIDE_NBYTES
+from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker

@@ -24,10 +24,19 @@ from dask_gpurt.collectives.slice_memory import SliceMemory, empty_like, module_
 from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES
 from dask_gpurt.errors import CollectiveError
-from dask_gpurt.plugins.collectives.group_messages import ADDABLE, MOVABLE, GroupFailure, Subject
-from dask_gpurt.plugins.collectives.operation_run import OperationPlan
-from dask_gpurt.plugins.collectives.task_thread import TaskThread
-from dask_gpurt.plugins.collectives.torch_start import free_port, start_nccl, torch_environment
+from dask_gpurt.plugins.collectives.groups.group_messages import (
+    ADDABLE,
+    MOVABLE,
+    GroupFailure,
+    Subject,
+)
+from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan
+from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
+from dask_gpurt.plugins.collectives.groups.torch_start import (
+    free_port,
+    start_nccl,
+    torch_environment,
+)
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.request_checks import MAX_PROBLEM
 from dask_gpurt.plugins.worker import runtime_of
@@ -35,7 +44,7 @@ from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
     from dask_gpurt.collectives.choice import LinkCosts
-    from dask_gpurt.plugins.collectives.group_member import GroupMember
+    from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
 
 #: Sizes for which candidates are kept: most programs use a few.
 _MOST_SIZES = 256

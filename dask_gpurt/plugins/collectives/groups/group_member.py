@@ -17,16 +17,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import CollectiveError, ProtocolError, RankLostError
-from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
-from dask_gpurt.plugins.collectives.operation_run import OperationPlan, OperationRun
-from dask_gpurt.plugins.collectives.task_thread import TaskThread
+from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, SliceHeader
+from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan, OperationRun
+from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
 
 if TYPE_CHECKING:
     from distributed import Worker
 
     from dask_gpurt.devices.host_memory.pool import HostPool
-    from dask_gpurt.plugins.collectives.group_messages import Subject
+    from dask_gpurt.plugins.collectives.groups.group_messages import Subject
     from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
     from dask_gpurt.plugins.worker import WorkerRuntime
 

@@ -20,8 +20,8 @@ from distributed.metrics import time
 from dask_gpurt.collectives.choice import LinkCosts, chain_slices
 from dask_gpurt.collectives.stock_time import card_seconds, fetch_units, replicate_units
 from dask_gpurt.errors import DamagedError
-from dask_gpurt.plugins.collectives.broadcast_run import spread
-from dask_gpurt.plugins.collectives.wide_values import WideValues
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import spread
+from dask_gpurt.plugins.collectives.broadcasts.wide_values import WideValues
 from dask_gpurt.plugins.patches.p2p import to_serialize
 from dask_gpurt.plugins.patches.values.replicate import KeptReplicas, ReplicateSwap, stretches_of
 from dask_gpurt.shuffle.routing import host_of

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import CollectiveError, DamagedError, TransportError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.group_member import OVER, GroupMember
-from dask_gpurt.plugins.collectives.group_messages import GroupFailure, SliceHeader
+from dask_gpurt.plugins.collectives.groups.group_member import OVER, GroupMember
+from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, SliceHeader
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.shuffle.routing import host_of
 

@@ -22,7 +22,7 @@ from dask_gpurt.errors import CollectiveError
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.collectives.rank import Rank
+    from dask_gpurt.plugins.collectives.groups.rank import Rank
 
 #: Most characters of a reason that a rank tells the others.
 _MOST_CHARACTERS = 200

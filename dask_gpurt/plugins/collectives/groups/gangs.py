@@ -26,8 +26,8 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.group_messages import GroupFailure
-from dask_gpurt.plugins.collectives.worker_groups import LEAST_RATE
+from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
+from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,149 @@
+"""Contract tests of the place where a scheduler makes tasks of a graph."""
+
+from __future__ import annotations
+
+import inspect
+
+import dask
+import dask.array as da
+import distributed.scheduler
+import numpy as np
+import pytest
+from dask._expr import HLGExpr, HLGFinalizeCompute, _HLGExprSequence
+from dask.array.optimization import optimize
+from distributed import Scheduler
+from distributed.utils_test import gen_cluster
+
+from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, _ReplacedFunction
+
+
+def test_names_are_as_expected():
+    function = inspect.unwrap(distributed.scheduler._materialize_graph)
+    assert list(inspect.signature(function).parameters) == ["expr", "validate"]
+    assert "low_level_optimizer" in HLGExpr._parameters
+    assert issubclass(HLGFinalizeCompute, HLGExpr)
+    assert inspect.iscoroutinefunction(Scheduler.update_graph)
+    source = inspect.getsource(Scheduler.update_graph)
+    assert "await offload(\n                _materialize_graph,\n" in source
+
+
+class Seen:
+    """A rewrite that records what it is called with."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    def __call__(self, graph, keys):
+        self.calls.append((graph, keys))
+        if self.error is not None:
+            raise self.error
+        return graph
+
+
+def sums():
+    array = da.from_array(np.arange(12.0), chunks=3)
+    return array.sum(), array.max()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_layers_of_a_program_are_seen_once(c, s, a):
+    seen = Seen()
+    swap = GraphSwap(s, seen)
+    assert await c.compute(sums()[0]) == 66
+    ((graph, keys),) = seen.calls
+    assert sums()[0].name in graph.layers and len(keys) == 1
+    swap.uninstall()
+    swap.uninstall()
+    assert s.stream_handlers["update-graph"] == s.update_graph
+    assert await c.compute(sums()[1]) == 11
+    assert len(seen.calls) == 1
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_all_kinds_of_collections_are_computed(c, s, a):
+    seen = Seen()
+    swap = GraphSwap(s, seen)
+    total, largest = sums()
+    both = dask.delayed(lambda one, other: [one, other])(total, largest)
+    assert await c.gather(c.compute([total, largest, both])) == [66, 11, [66, 11]]
+    assert await c.compute(await_all(c.persist([total, largest]))) == 77
+    assert isinstance(dask.base.collections_to_expr([total, both]).optimize(), _HLGExprSequence)
+    assert len(seen.calls) >= 3
+    swap.uninstall()
+
+
+def await_all(arrays):
+    return arrays[0] + arrays[1]
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_the_optimiser_of_the_program_runs_too(c, s, a):
+    called = []
+
+    def mine(graph, keys, **kwargs):
+        called.append(keys)
+        return optimize(graph, keys, **kwargs)
+
+    MINE.append(mine)
+    seen = Seen()
+    swap = GraphSwap(s, seen)
+    with dask.config.set(array_optimize=program_optimize):
+        assert await c.compute(sums()[0]) == 66
+    assert len(called) == len(seen.calls) == 1
+    assert await c.compute(sums()[1], optimize_graph=False) == 11
+    assert len(called) == len(seen.calls) == 1, "the program wants its graph as it is"
+    swap.uninstall()
+
+
+#: The optimiser is pickled by its name.
+MINE: list = []
+
+
+def program_optimize(graph, keys, **kwargs):
+    return MINE[-1](graph, keys, **kwargs)
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_an_error_leaves_the_graph_as_it_is(c, s, a):
+    seen = Seen(ValueError("of ours"))
+    swap = GraphSwap(s, seen)
+    assert await c.compute(sums()[0]) == 66
+    assert len(seen.calls) == 1
+    swap.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_other_schedulers_of_the_process_are_untouched(c, s, a):
+    async with Scheduler(port=0, dashboard_address=":0") as other:
+        seen, others = Seen(), Seen()
+        swap, second = GraphSwap(s, seen), GraphSwap(other, others)
+        assert await c.compute(sums()[0]) == 66
+        assert (len(seen.calls), len(others.calls)) == (1, 0)
+        swap.uninstall()
+        second.uninstall()
+
+
+def test_the_function_of_the_process_is_restored():
+    stock = distributed.scheduler._materialize_graph
+    one = _ReplacedFunction()
+    for _ in range(2):
+        one.acquire()
+        assert distributed.scheduler._materialize_graph is not stock
+    one.release()
+    assert distributed.scheduler._materialize_graph is not stock
+    one.release()
+    assert distributed.scheduler._materialize_graph is stock
+
+
+@gen_cluster(nthreads=[])
+async def test_a_scheduler_that_ends_gives_the_function_back(s):
+    swap = GraphSwap(s, Seen())
+    finalizer = swap._finalizer
+    assert finalizer.alive and finalizer.peek()[0] is s
+    swap.uninstall()
+    assert not finalizer.alive
+
+
+@pytest.mark.parametrize("kind", ["threads", "sync"])
+def test_local_computations_are_untouched(kind):
+    assert sums()[0].compute(scheduler=kind) == 66
