@@ -100,8 +100,9 @@ def all_reduces(comm: Any, _: Any, nbytes: int, n: int) -> list[float]:
     for _ in range(n):
         comm.barrier()
         began = time.perf_counter()
-        comm.allreduce(array)
+        total = comm.allreduce(array)
         seconds.append(time.perf_counter() - began)
+        assert (total == comm.size).all()
     return seconds
 
 
