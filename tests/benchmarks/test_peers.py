@@ -28,6 +28,7 @@ from benchmarks.peers.answers import (
 from benchmarks.peers.engines import ENGINES, WORKS, Engine, chosen
 from benchmarks.peers.inputs import N_FILES, N_PARTITIONS, columns, prepared, right_answers
 from benchmarks.peers.processes import EngineProcess, FailedError
+from tests.thoroughness import RUNS_ALL
 
 SCALE = 0.001
 
@@ -200,6 +201,7 @@ def test_an_engine_that_ends_fails(duckdb: EngineProcess) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.skipif(not RUNS_ALL, reason="takes long; GPURT_TESTS=all runs it")
 def test_dask_gives_the_right_answers_in_all_ways(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     given = ["--only", "dask", "--scale", str(SCALE), "--repeats", "1", "--json", str(out)]

@@ -209,7 +209,7 @@ def test_run_waits_for_a_pool_until_it_is_idle() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", some(["left open", "cluster first", "with", "shutdown"], 2))
+@pytest.mark.parametrize("ending", some(["left open", "cluster first", "with", "shutdown"], 1))
 def test_script_with_its_own_cluster_uses_it(shell: Shell, ending: str) -> None:
     shell.write(
         "script.py",

@@ -21,6 +21,7 @@ from tests.failure.gates import Gate, from_call, pass_gate
 from tests.failure.leftovers import assert_nothing_left, files_in
 from tests.failure.stage import DEADLINE_S, ROLES, TRANSPORTS, Stage, expected, leaving, open_stage
 from tests.integration.comparing import assert_same_partitions
+from tests.thoroughness import RUNS_ALL
 
 pytestmark = pytest.mark.usefixtures("no_tracebacks_kept")
 
@@ -160,6 +161,8 @@ def processes(transport: str) -> Iterator[Stage]:
 def stage(request: Any, transport: str, deed: str) -> Iterator[Stage]:
     """A new cluster in this process, which starts fast; tests that kill share processes."""
     if deed == "killed":
+        if transport == "comm" and not RUNS_ALL:
+            pytest.skip("over Dask's connections, test_random_killer kills workers")
         yield request.getfixturevalue("processes")
     else:
         with open_stage(transport, processes=False) as stage:
