@@ -20,6 +20,7 @@ REASONS = {
     " can be better",
     "small": "decided by stock Dask, since its inputs and its output are so small that moving them"
     " takes no longer than asking for them",
+    "shared": "has all inputs but those that nearly every worker fetches",
     "siblings": "has what a later task will need together with this one",
     "stuck": "has an input that cannot be moved to another worker",
     "stock": "decided by stock Dask",

@@ -20,7 +20,7 @@ from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import times_joined
 from dask_gpurt.plugins.placement.least_cost import LeastCost
 from dask_gpurt.plugins.placement.question import Choice, Question, Rule, stocks
-from dask_gpurt.plugins.placement.root_tasks import RootTasks
+from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
 from dask_gpurt.plugins.placement.scheduler_view import MAX_HOLDERS, NEW_S, PlacementView
 
 if TYPE_CHECKING:
@@ -109,6 +109,40 @@ class NewKind:
             return None
         is_free_soon = view.ahead_s(ws, view.queue_lasts_s()) <= NEW_S * ws.nthreads
         return Choice(ws, None) if is_free_soon else None
+
+
+class SharedInput:
+    """A task whose inputs are on one worker, but for some that nearly all workers fetch.
+
+    In `x - x.mean(0)` each block of `x` stays where it is. By the costs of one task alone, its
+    block might as well move to the first worker that has the mean. A worker keeps its share of
+    such tasks, unless it has other work that delays them.
+    """
+
+    reason = "shared"
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+    def choose(self, question: Question) -> Choice | None:
+        state, view, ts = self._scheduler, self._view, question.ts
+        if not 1 < len(ts.dependencies) <= MAX_HOLDERS:
+            return None
+        ws = question.holder_of_own(len(state.workers))
+        if ws is None or not view.is_suitable(ws, question.allowed):
+            return None
+        prefix = ts.prefix
+        n_alike = ws.task_prefix_count.get(prefix.name, 0)
+        if n_alike >= len(ts.group) * ws.nthreads / state.total_nthreads:
+            return None
+        alike_s = n_alike * max(0.0, prefix.duration_average)
+        if view.ahead_s(ws, view.queue_lasts_s()) > NEW_S * ws.nthreads + alike_s:
+            return None
+        if sum(question.sizes) + view.sizes(ts) > view.room_nbytes(ws):
+            return None
+        view.in_flight.expect(ws.address, view.task(ts, question.sizes, (), (ws.address,)))
+        return Choice(ws, None)
 
 
 class SoleHolder:
@@ -212,6 +246,7 @@ def rules(
         RootTask(roots),
         SmallTask(view),
         RestrictedTask(view),
+        SharedInput(scheduler, view),
         NewKind(view),
         SoleHolder(scheduler, view),
         LargestInput(scheduler, view),

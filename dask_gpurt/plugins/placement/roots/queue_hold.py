@@ -55,9 +55,8 @@ class QueueHold:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._until:
-            self._until.clear()
-            self._open_slots()
+        self._until.clear()
+        self._open_slots()
 
     def _recheck_at(self, when: float) -> None:
         if self._timer is not None:
