@@ -12,16 +12,25 @@ output. Facts about tasks and workers come from `scheduler_view`, costs from `da
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, islice
+from math import fsum
 from typing import TYPE_CHECKING
 
+from dask_gpurt.placement.combining import Combiner, best_combiner
 from dask_gpurt.placement.fast_paths import holder_is_best, largest_is_best
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import times_joined
 from dask_gpurt.plugins.placement.least_cost import LeastCost
 from dask_gpurt.plugins.placement.question import Choice, Question, Rule, stocks
 from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
-from dask_gpurt.plugins.placement.scheduler_view import MAX_HOLDERS, NEW_S, PlacementView
+from dask_gpurt.plugins.placement.roots.tree_leaves import combines_held
+from dask_gpurt.plugins.placement.scheduler_view import (
+    MAX_HOLDERS,
+    MAX_TASKS_READ,
+    NEW_S,
+    PlacementView,
+)
+from dask_gpurt.topology.places import path_between
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -145,6 +154,55 @@ class SharedInput:
         return Choice(ws, None)
 
 
+class CombiningTask:
+    """A task of a reduction tree over blocks that workers hold already (`best_combiner`)."""
+
+    reason = "combine"
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+    def choose(self, question: Question) -> Choice | None:
+        state, view, ts = self._scheduler, self._view, question.ts
+        if not combines_held(ts):
+            return None
+        holders = question.holders
+        workers = [state.workers[one] for one in dict.fromkeys(holders)]
+        if not workers or not all(view.is_suitable(ws, question.allowed) for ws in workers):
+            return None
+        found = [self._combiner(question, ws) for ws in workers]
+        most_s = NEW_S + max(one.fetch_s for one in found)
+        chosen = best_combiner(found, len(ts.group), state.total_nthreads, most_s)
+        if chosen is None:
+            return None
+        view.in_flight.expect_from(holders, ts, question.sizes, chosen)
+        return Choice(state.workers[chosen], None)
+
+    def _combiner(self, question: Question, ws: WorkerState) -> Combiner:
+        view, ts, places = self._view, question.ts, self._view.links.places
+        fetch_s = view.links_wait_s(ws, question.holders)
+        missing_nbytes = 0
+        for holder, nbytes in zip(question.holders, question.sizes, strict=True):
+            if holder != ws.address:
+                missing_nbytes += nbytes
+                fetch_s += path_between(places, ws.address, holder).transfer_s(nbytes)
+        before_s = fsum(
+            max(0.0, one.prefix.duration_average)
+            for one in islice(ws.processing, MAX_TASKS_READ)
+            if one.priority and ts.priority and one.priority < ts.priority
+        )
+        return Combiner(
+            address=ws.address,
+            nthreads=ws.nthreads,
+            missing_nbytes=missing_nbytes,
+            fetch_s=fetch_s,
+            n_alike=ws.task_prefix_count.get(ts.prefix.name, 0),
+            before_s=before_s,
+            nbytes=ws.nbytes,
+        )
+
+
 class SoleHolder:
     """A task all of whose inputs are on one worker, which is no slower than others.
 
@@ -247,6 +305,7 @@ def rules(
         SmallTask(view),
         RestrictedTask(view),
         SharedInput(scheduler, view),
+        CombiningTask(scheduler, view),
         NewKind(view),
         SoleHolder(scheduler, view),
         LargestInput(scheduler, view),

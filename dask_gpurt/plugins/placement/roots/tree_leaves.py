@@ -41,6 +41,24 @@ def leaf_of(root: TaskState) -> TaskState | None:
     return None
 
 
+def combines_held(node: TaskState) -> bool:
+    """Return whether a task combines results of blocks that a client holds.
+
+    Such blocks are where an earlier graph made them, and not in runs.
+    """
+    inputs = node.dependencies
+    if not 1 < len(inputs) <= MAX_INPUTS:
+        return False
+    one = next(iter(inputs))
+    if not all(other.group is one.group for other in inputs) or not _is_tree(node):
+        return False
+    for _ in range(MAX_LEVELS):
+        if one.who_wants or not one.dependencies:
+            break
+        one = next(iter(one.dependencies))
+    return bool(one.who_wants)
+
+
 def _is_tree(node: TaskState) -> bool:
     """Return whether each input of a combining task is needed by no other one."""
     inputs = node.dependencies
