@@ -46,7 +46,7 @@ class Runs(Generic[T]):
         self._is_queued = is_queued
         #: Worker of each leaf that has one.
         self._owners: dict[Hashable, str] = {}
-        #: Workers that have begun a run since all of them had one, with their threads.
+        #: Workers that have no share in what is left, since they have had theirs, and threads.
         self._served: dict[str, int] = {}
         self._n_served = 0
         #: Tasks in the queue: of each run, as a heap, and of each leaf without an owner.
@@ -65,11 +65,13 @@ class Runs(Generic[T]):
         return address in self._served
 
     def share(self, address: str, nthreads: int, total_nthreads: int) -> int:
-        """Return the leaves of a worker's next run: its share of those without an owner."""
-        self._forget(address)
+        """Return the leaves of a worker's next run: its share of those without an owner.
+
+        Workers that have had a run get no share, until one of them needs another run.
+        """
         left = total_nthreads - self._n_served
-        if left < nthreads:
-            # Every worker has had a run: all of them share the rest.
+        if left < nthreads or address in self._served:
+            # All workers share the rest.
             self._served.clear()
             self._n_served = 0
             left = max(total_nthreads, nthreads)

@@ -10,8 +10,8 @@ The other private names are in the modules beside this one. Contract tests in
 | `DecisionSwap.uninstall` |
 | `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
 long a task took, and on which worker | `DecisionSwap.uninstall` |
-| `Scheduler.stimulus_queue_slots_maybe_opened` | ask once about a task that stays in the queue,
-not once per free slot | `DecisionSwap.uninstall` |
+| `Scheduler.stimulus_queue_slots_maybe_opened` | choose which queued task gets a free slot; ask
+once about a task that stays in the queue, not once per slot | `DecisionSwap.uninstall` |
 | `WorkStealing._get_thief` | choose or refuse a thief by what it has to fetch
 | `DecisionSwap.uninstall` |
 | `WorkStealing._combined_occupancy` | the same work takes a slow worker longer

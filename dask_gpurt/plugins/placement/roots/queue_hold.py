@@ -45,8 +45,12 @@ class QueueHold:
 
     def remove_worker(self) -> None:
         """Look at the queue again after a worker left, since tasks may be held for that worker."""
-        if self._until and not self._recheck_is_due:
-            # Wait until the scheduler is done with the tasks of that worker.
+        if self._until:
+            self.look_soon()
+
+    def look_soon(self) -> None:
+        """Look at the queue again once the scheduler is done with what it does now."""
+        if not self._recheck_is_due:
             self._recheck_is_due = True
             asyncio.get_running_loop().call_soon(self._recheck)
 

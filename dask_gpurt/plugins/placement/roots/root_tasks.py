@@ -3,10 +3,11 @@
 Stock Dask gives such a task to the worker with the fewest tasks. Here that worker is replaced by
 the first of these that applies:
 
-1. A worker that has a *sibling* of the task, or an idle worker on a sibling's host
+1. For a block of a reduction, the worker that makes its neighbours (`tree_runs`).
+2. A worker that has a *sibling* of the task, or an idle worker on a sibling's host
    (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
    was planned for it (`dask_gpurt.placement.contractions`).
-2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
+3. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
    Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
    Dask, which spreads them: those whose outputs are joined with nothing, operands without a plan,
    and those joined with more than one host makes. These results go to many hosts, and need many

@@ -109,9 +109,11 @@ class TreeRuns:
         if owner is fresh or not may_wait or self._n_free(owner) > 0:
             return owner
         # The scheduler checks that no task is queued while a worker has a free slot.
-        if state.validate or not self._hold.may_wait(root, HOLD_S):
+        if state.validate:
             return fresh
         runs.wait(leaf.ts.key, root.priority or (), root)
+        # If nothing else takes that slot, its worker may want a part of a run.
+        self._hold.look_soon()
         return None
 
     def queued(self, root: TaskState) -> None:
@@ -188,6 +190,10 @@ class TreeRuns:
 
     def _takes(self, runs: Runs[TaskState], thief: WorkerState) -> bool:
         """Let a worker take over half of the longest run that waits, if that pays."""
+        # Its second task only waits for the first one. That it is made near its neighbours matters
+        # more.
+        if n_on_threads(thief) >= thief.nthreads:
+            return False
         found = runs.longest(thief.address)
         if found is None:
             return False
@@ -197,7 +203,7 @@ class TreeRuns:
             last = waiting[-1]
             duration_s = expected_duration_s(self._scheduler, last)
             n_ahead = n_on_threads(victim) + len(waiting) - 1
-            pays = pays_to_take(
+            pays = not self._view.is_new(last) and pays_to_take(
                 n_ahead,
                 victim.nthreads,
                 n_on_threads(thief),
