@@ -20,6 +20,8 @@ REASONS = {
     " can be better",
     "small": "decided by stock Dask, since its inputs and its output are so small that moving them"
     " takes no longer than asking for them",
+    "shared": "has all inputs but those that nearly every worker fetches",
+    "combine": "fetches the fewest of the results to combine, or is the least busy of such workers",
     "siblings": "has what a later task will need together with this one",
     "slice": "combines a slice of values, and other workers combine the other slices",
     "stuck": "has an input that cannot be moved to another worker",

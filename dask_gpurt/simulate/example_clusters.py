@@ -7,7 +7,7 @@ measured on any particular machine. For real predictions, describe your machine 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dask_gpurt.simulate.cluster_model import ClusterModel, machine_of
 from dask_gpurt.topology.model import DeviceNode, Host, Link, Nic, Numa, Topology
@@ -86,11 +86,27 @@ def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> ClusterModel:
     )
 
 
+def cpu_hosts(hosts: int, workers_per_host: int, *, nthreads: int = 1) -> ClusterModel:
+    """Return CPU workers on 10 Gb Ethernet."""
+    topology = _hosts_without_gpus(workers_per_host, [ETHERNET_10G] * hosts)
+    name = f"{hosts} hosts of {workers_per_host} workers of {nthreads} threads on 10 Gb Ethernet"
+    return machine_of(name, topology, nthreads=nthreads)
+
+
 def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> ClusterModel:
     """Return CPU workers on 10 Gb Ethernet, where one host's NIC runs at a tenth of that."""
+    nics = [*[ETHERNET_10G] * (hosts - 1), ETHERNET_10G / 10]
+    return machine_of(
+        f"{hosts} hosts of {workers_per_host} workers on 10 Gb Ethernet, one NIC at 1 Gb",
+        _hosts_without_gpus(workers_per_host, nics),
+    )
+
+
+def _hosts_without_gpus(workers_per_host: int, nics: Sequence[float]) -> Topology:
+    """Return hosts with a NUMA node for each worker, given the bandwidth of each host's NIC."""
     models: list[Host] = []
     links: list[Link] = []
-    for number in range(hosts):
+    for number, nic in enumerate(nics):
         name = f"host{number}"
         numa = tuple(Numa(f"numa{node}") for node in range(workers_per_host))
         models.append(
@@ -98,9 +114,5 @@ def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> ClusterModel:
         )
         for end in (*(node.name for node in numa), "nic"):
             links.append(Link(f"{name}/{end}", (f"{name}/{end}", f"{name}/bus"), "bus", 10e9, 1e-6))
-        nic = ETHERNET_10G / 10 if number == hosts - 1 else ETHERNET_10G
         links.append(Link(f"{name}/ethernet", (f"{name}/nic", "fabric"), "ethernet", nic, 50e-6))
-    return machine_of(
-        f"{hosts} hosts of {workers_per_host} workers on 10 Gb Ethernet, one NIC at 1 Gb",
-        Topology(tuple(models), tuple(links), ("fabric",)),
-    )
+    return Topology(tuple(models), tuple(links), ("fabric",))

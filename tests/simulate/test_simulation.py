@@ -357,3 +357,19 @@ def test_a_timeline_has_tasks_and_transfers_in_order():
     assert len(rows) == len(result.tasks) + len(result.transfers)
     assert rows == sorted(rows)
     assert json.dumps(rows)
+
+
+@pytest.mark.parametrize("validate", [False, True])
+def test_held_results_are_fetched_but_not_made(validate):
+    sources = [task(f"('load-0', {n})", s=8.0, nbytes=MIB, source=True) for n in range(2)]
+    model = workload(*sources, task("join", 0, 1))
+    held = {sources[n].key: address(n) for n in range(2)}
+    result = simulate(model, flat(3), held=held, validate=validate)
+    (run,) = result.tasks
+    (moved,) = result.transfers
+    assert run.key == "join"
+    assert {moved.source, moved.target} == set(held.values())
+    assert (moved.target, moved.nbytes) == (run.worker, MIB)
+    assert result.peak_nbytes == {address(0): MIB, address(1): MIB, address(2): 0} | {
+        run.worker: 2 * MIB
+    }

@@ -24,7 +24,7 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from dask._task_spec import Task, TaskRef
@@ -53,6 +53,7 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
     StealRequestEvent,
     TaskState,
+    UpdateDataEvent,
     WorkerState,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "SimulatedScheduler",
     "StateMachineEvent",
     "WorkerState",
+    "give_value",
     "graph_message",
     "virtual_time",
 ]
@@ -248,22 +250,25 @@ class SimulatedScheduler(Scheduler):
         self.status = Status.closed
 
 
+def give_value(state: WorkerState, key: StableStr, nbytes: int) -> None:
+    """Add a value that nobody sent to a worker's memory."""
+    state.handle_stimulus(UpdateDataEvent(data={key: nbytes}, stimulus_id="update-data-simulated"))
+    # The state machine took the size of the number that stands for the value.
+    ts = state.tasks[key]
+    state.nbytes += nbytes - ts.get_nbytes()
+    ts.nbytes = nbytes
+
+
 class _Graph:
     """The tasks of a workload, as the expression that a client sends."""
 
-    def __init__(self, rows: list[tuple[StableStr, tuple[int, ...], bool]]) -> None:
+    def __init__(self, rows: dict[StableStr, tuple[list[StableStr], bool]]) -> None:
         self._rows = rows
 
     def __dask_graph__(self) -> dict[StableStr, Task]:
-        keys = [key for key, _, _ in self._rows]
         return {
-            key: Task(
-                key,
-                nothing,
-                *(TaskRef(keys[position]) for position in dependencies),
-                _data_producer=produces_data,
-            )
-            for key, dependencies, produces_data in self._rows
+            key: Task(key, nothing, *map(TaskRef, dependencies), _data_producer=produces_data)
+            for key, (dependencies, produces_data) in self._rows.items()
         }
 
     def __dask_annotations__(self) -> dict[str, Any]:
@@ -274,14 +279,23 @@ def nothing(*inputs: object) -> None:
     """Do nothing; the function of every modelled task."""
 
 
-def graph_message(workload: Workload, wanted: Sequence[StableStr]) -> dict[str, Any]:
-    """Return the message with which a client submits a workload."""
-    graph = _Graph([(task.key, task.dependencies, task.produces_data) for task in workload.tasks])
+def graph_message(
+    workload: Workload, wanted: Sequence[StableStr], held: Collection[StableStr] = ()
+) -> dict[str, Any]:
+    """Return the message with which a client submits a workload, without the tasks of `held`."""
+    keys = [task.key for task in workload.tasks]
+    graph = _Graph(
+        {
+            task.key: ([keys[position] for position in task.dependencies], task.produces_data)
+            for task in workload.tasks
+            if task.key not in held
+        }
+    )
     return {
         "op": "update-graph",
         "expr_ser": Serialized(*serialize(to_serialize(graph), on_error="raise")),
         "keys": set(wanted),
-        "internal_priority": {task.key: rank for rank, task in enumerate(workload.tasks)},
+        "internal_priority": {key: rank for rank, key in enumerate(keys) if key not in held},
         "submitting_task": None,
         "span_metadata": {"collections": [{"type": "simulated"}]},
         "stimulus_id": "update-graph-simulated",

@@ -10,8 +10,8 @@ The other private names are in the modules beside this one. Contract tests in
 | `DecisionSwap.uninstall` |
 | `Scheduler._TRANSITIONS_TABLE` | the last of those is not told which task it decides for; how
 long a task took, and on which worker | `DecisionSwap.uninstall` |
-| `Scheduler.stimulus_queue_slots_maybe_opened` | ask once about a task that stays in the queue,
-not once per free slot | `DecisionSwap.uninstall` |
+| `Scheduler.stimulus_queue_slots_maybe_opened` | choose which queued task gets a free slot; ask
+once about a task that stays in the queue, not once per slot | `DecisionSwap.uninstall` |
 | `WorkStealing._get_thief` | choose or refuse a thief by what it has to fetch
 | `DecisionSwap.uninstall` |
 | `WorkStealing._combined_occupancy` | the same work takes a slow worker longer
@@ -56,6 +56,12 @@ class Placer(Protocol):
 
         `stock` has a free thread or slot. Without a queue, None stands for `stock`.
         """
+
+    def queued(self, ts: TaskState) -> None:
+        """Record that a task without inputs is about to be queued, since all workers are full."""
+
+    def next_root(self, front: TaskState) -> TaskState | None:
+        """Return the queued task to place next, given the first one; None if all should wait."""
 
     def choose_thief(
         self,
@@ -147,6 +153,8 @@ class DecisionSwap:
         stock_queued_root = scheduler.decide_worker_rootish_queuing_enabled
         place = self._guarded(lambda ts: placer.place(ts, stock_place), stock_place)
         root = self._guarded(placer.place_root, lambda ts, found: found)
+        queued = self._guarded(placer.queued, lambda ts: None)
+        next_root = self._guarded(placer.next_root, lambda front: front)
 
         def place_root(ts: TaskState) -> WorkerState | None:
             found = stock_root(ts)
@@ -154,9 +162,16 @@ class DecisionSwap:
             return None if found is None else root(ts, found) or found
 
         def place_queued_root() -> WorkerState | None:
-            found = _least_busy(scheduler) or stock_queued_root()
+            found: WorkerState | None = _least_busy(scheduler) or stock_queued_root()
             ts = scheduler.tasks.get(self._deciding)
-            return found if found is None or ts is None else root(ts, found)
+            if ts is None:
+                return found
+            if found is None:
+                if ts.state == "waiting":
+                    queued(ts)
+                return None
+            chosen: WorkerState | None = root(ts, found)
+            return chosen
 
         def open_slots(*, stimulus_id: str) -> None:
             if not scheduler.queued:
@@ -166,7 +181,9 @@ class DecisionSwap:
             for _ in range(sum(_task_slots_available(ws, saturation) for ws in spare)):
                 if not scheduler.queued:
                     return
-                first = scheduler.queued.peek()
+                first = next_root(scheduler.queued.peek())
+                if first is None:
+                    return
                 scheduler.transitions({first.key: "processing"}, stimulus_id)
                 if first.state == "queued":
                     return  # asking again would give the same answer

@@ -24,7 +24,7 @@ from dask_gpurt.plugins.placement.early_stealing import EarlyStealing
 from dask_gpurt.plugins.placement.join_partners import MAX_PLACES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
 from dask_gpurt.plugins.placement.question import Choice, Question, stocks
-from dask_gpurt.plugins.placement.root_tasks import RootTasks
+from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
 from dask_gpurt.plugins.placement.rules import rules
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_HOLDERS,
@@ -110,7 +110,7 @@ class Placement:
         """Remove a worker that left."""
         self._view.remove_worker(address)
         self._contractions.workers_changed()
-        self._roots.remove_worker()
+        self._roots.remove_worker(address)
 
     def describe(self, topology: Topology) -> None:
         """Replace the description of the machines."""
@@ -139,6 +139,7 @@ class Placement:
         if ws is not None and self._policy != "stock":
             self._view.ended(ts, ws, seconds)
             self._early_stealing.ended(ws)
+            self._roots.ended(ws)
 
     def slowness(self, ws: WorkerState) -> float:
         """Return the slowness of a worker (`dask_gpurt.placement.speeds`)."""
@@ -205,6 +206,15 @@ class Placement:
             reason = "stock" if chosen is stock else "siblings"
             self.log.keep(ts.key, chosen.address, reason, stock.address)
         return chosen
+
+    def queued(self, ts: TaskState) -> None:
+        """Note that no worker has a free slot for a task without inputs."""
+        if not self._is_stock:
+            self._roots.queued(ts)
+
+    def next_root(self, front: TaskState) -> TaskState | None:
+        """Return the queued task to place next, given the first one; None if all should wait."""
+        return front if self._is_stock else self._roots.next_task(front)
 
     # ------------------------------------------------------------------ stealing
 

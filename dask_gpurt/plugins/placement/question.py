@@ -134,6 +134,29 @@ class Question:
             self._joins = self._view.joins(self.ts)
         return self._joins
 
+    def holder_of_own(self, n_workers: int) -> WorkerState | None:
+        """Return the one worker that has all inputs but *shared* ones; None if there is no such.
+
+        An input is shared if more tasks need it than there are workers: then nearly every worker
+        fetches it anyway. A task's part of these copies must be no larger than its other inputs.
+        """
+        dependencies = self.ts.dependencies
+        if not any(len(dts.dependents) > n_workers for dts in dependencies):
+            return None
+        holder: WorkerState | None = None
+        own_nbytes, part_nbytes = 0, 0.0
+        for dts, nbytes in zip(dependencies, self.sizes, strict=True):
+            n_dependents = len(dts.dependents)
+            who = dts.who_has or ()
+            if n_dependents > n_workers:
+                part_nbytes += nbytes * n_workers / n_dependents
+            elif len(who) != 1 or holder not in (None, *who):
+                return None
+            else:
+                (holder,) = who
+                own_nbytes += nbytes
+        return holder if own_nbytes >= part_nbytes else None
+
     @property
     def main_holder(self) -> WorkerState | None:
         """The one worker that has nearly all of the inputs."""

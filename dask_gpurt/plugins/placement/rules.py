@@ -12,17 +12,26 @@ output. Facts about tasks and workers come from `scheduler_view`, costs from `da
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, islice
+from math import fsum
 from typing import TYPE_CHECKING
 
+from dask_gpurt.placement.combining import Combiner, best_combiner
 from dask_gpurt.placement.fast_paths import holder_is_best, largest_is_best
 from dask_gpurt.plugins.patches.graphs.reduction_layers import slice_number
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import times_joined
 from dask_gpurt.plugins.placement.least_cost import LeastCost
 from dask_gpurt.plugins.placement.question import Choice, Question, Rule, stocks
-from dask_gpurt.plugins.placement.root_tasks import RootTasks
-from dask_gpurt.plugins.placement.scheduler_view import MAX_HOLDERS, NEW_S, PlacementView
+from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
+from dask_gpurt.plugins.placement.roots.tree_leaves import combines_held
+from dask_gpurt.plugins.placement.scheduler_view import (
+    MAX_HOLDERS,
+    MAX_TASKS_READ,
+    NEW_S,
+    PlacementView,
+)
+from dask_gpurt.topology.places import path_between
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -110,6 +119,89 @@ class NewKind:
             return None
         is_free_soon = view.ahead_s(ws, view.queue_lasts_s()) <= NEW_S * ws.nthreads
         return Choice(ws, None) if is_free_soon else None
+
+
+class SharedInput:
+    """A task whose inputs are on one worker, but for some that nearly all workers fetch.
+
+    In `x - x.mean(0)` each block of `x` stays where it is. By the costs of one task alone, its
+    block might as well move to the first worker that has the mean. A worker keeps its share of
+    such tasks, unless it has other work that delays them.
+    """
+
+    reason = "shared"
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+    def choose(self, question: Question) -> Choice | None:
+        state, view, ts = self._scheduler, self._view, question.ts
+        if not 1 < len(ts.dependencies) <= MAX_HOLDERS:
+            return None
+        ws = question.holder_of_own(len(state.workers))
+        if ws is None or not view.is_suitable(ws, question.allowed):
+            return None
+        prefix = ts.prefix
+        n_alike = ws.task_prefix_count.get(prefix.name, 0)
+        if n_alike >= len(ts.group) * ws.nthreads / state.total_nthreads:
+            return None
+        alike_s = n_alike * max(0.0, prefix.duration_average)
+        if view.ahead_s(ws, view.queue_lasts_s()) > NEW_S * ws.nthreads + alike_s:
+            return None
+        if sum(question.sizes) + view.sizes(ts) > view.room_nbytes(ws):
+            return None
+        view.in_flight.expect(ws.address, view.task(ts, question.sizes, (), (ws.address,)))
+        return Choice(ws, None)
+
+
+class CombiningTask:
+    """A task of a reduction tree over blocks that workers hold already (`best_combiner`)."""
+
+    reason = "combine"
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+    def choose(self, question: Question) -> Choice | None:
+        state, view, ts = self._scheduler, self._view, question.ts
+        if not combines_held(ts):
+            return None
+        holders = question.holders
+        workers = [state.workers[one] for one in dict.fromkeys(holders)]
+        if not workers or not all(view.is_suitable(ws, question.allowed) for ws in workers):
+            return None
+        found = [self._combiner(question, ws) for ws in workers]
+        most_s = NEW_S + max(one.fetch_s for one in found)
+        chosen = best_combiner(found, len(ts.group), state.total_nthreads, most_s)
+        if chosen is None:
+            return None
+        view.in_flight.expect_from(holders, ts, question.sizes, chosen)
+        return Choice(state.workers[chosen], None)
+
+    def _combiner(self, question: Question, ws: WorkerState) -> Combiner:
+        view, ts, places = self._view, question.ts, self._view.links.places
+        fetch_s = view.links_wait_s(ws, question.holders)
+        missing_nbytes = 0
+        for holder, nbytes in zip(question.holders, question.sizes, strict=True):
+            if holder != ws.address:
+                missing_nbytes += nbytes
+                fetch_s += path_between(places, ws.address, holder).transfer_s(nbytes)
+        before_s = fsum(
+            max(0.0, one.prefix.duration_average)
+            for one in islice(ws.processing, MAX_TASKS_READ)
+            if one.priority and ts.priority and one.priority < ts.priority
+        )
+        return Combiner(
+            address=ws.address,
+            nthreads=ws.nthreads,
+            missing_nbytes=missing_nbytes,
+            fetch_s=fetch_s,
+            n_alike=ws.task_prefix_count.get(ts.prefix.name, 0),
+            before_s=before_s,
+            nbytes=ws.nbytes,
+        )
 
 
 class SoleHolder:
@@ -240,6 +332,8 @@ def rules(
         RootTask(roots),
         SmallTask(view),
         RestrictedTask(view),
+        SharedInput(scheduler, view),
+        CombiningTask(scheduler, view),
         NewKind(view),
         SoleHolder(scheduler, view),
         SliceOfValues(scheduler, view),

@@ -37,6 +37,7 @@ from dask_gpurt.plugins.patches.simulator import (
     SendMessageToScheduler,
     StateMachineEvent,
     WorkerState,
+    give_value,
 )
 from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
 from dask_gpurt.simulate.cluster_model import ClusterModel, WorkerModel
@@ -161,6 +162,11 @@ class ModelledWorker:
         self._outgoing = 0
         self._bandwidth: float | None = None
         self._bandwidth_workers: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+
+    def hold(self, key: StableStr) -> None:
+        """Take a result that nobody sent."""
+        give_value(self._state, key, self._shared.models[key].nbytes)
+        self.peak_nbytes = self._state.nbytes
 
     # Messages from the scheduler.
 

@@ -45,8 +45,12 @@ class QueueHold:
 
     def remove_worker(self) -> None:
         """Look at the queue again after a worker left, since tasks may be held for that worker."""
-        if self._until and not self._recheck_is_due:
-            # Wait until the scheduler is done with the tasks of that worker.
+        if self._until:
+            self.look_soon()
+
+    def look_soon(self) -> None:
+        """Look at the queue again once the scheduler is done with what it does now."""
+        if not self._recheck_is_due:
             self._recheck_is_due = True
             asyncio.get_running_loop().call_soon(self._recheck)
 
@@ -55,9 +59,8 @@ class QueueHold:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._until:
-            self._until.clear()
-            self._open_slots()
+        self._until.clear()
+        self._open_slots()
 
     def _recheck_at(self, when: float) -> None:
         if self._timer is not None:

@@ -3,10 +3,11 @@
 Stock Dask gives such a task to the worker with the fewest tasks. Here that worker is replaced by
 the first of these that applies:
 
-1. A worker that has a *sibling* of the task, or an idle worker on a sibling's host
+1. For a block of a reduction, the worker that makes its neighbours (`tree_runs`).
+2. A worker that has a *sibling* of the task, or an idle worker on a sibling's host
    (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
    was planned for it (`dask_gpurt.placement.contractions`).
-2. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
+3. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
    Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
    Dask, which spreads them: those whose outputs are joined with nothing, operands without a plan,
    and those joined with more than one host makes. These results go to many hosts, and need many
@@ -29,10 +30,11 @@ from typing import TYPE_CHECKING
 from dask_gpurt.placement.joins import Join, Partners
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS, Candidate, best_candidate
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
-from dask_gpurt.plugins.placement.host_tasks import HostTasks
 from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.queue_hold import QueueHold
+from dask_gpurt.plugins.placement.roots.host_tasks import HostTasks
+from dask_gpurt.plugins.placement.roots.queue_hold import QueueHold
+from dask_gpurt.plugins.placement.roots.tree_runs import TreeRuns
 from dask_gpurt.plugins.placement.scheduler_view import (
     MAX_NEIGHBOURS,
     PlacementView,
@@ -76,6 +78,7 @@ class RootTasks:
         self._clock = clock
         self._queue_hold = QueueHold(scheduler)
         self._host_tasks = HostTasks(scheduler, view)
+        self._trees = TreeRuns(scheduler, view, self._queue_hold, self._n_free)
         self._last_host: str | None = None
         #: Time at which all results made on a host behind a slow link have left, by host.
         self._leaving_until: dict[str, float] = {}
@@ -94,6 +97,67 @@ class RootTasks:
         """
         is_queueing = math.isfinite(self._scheduler.WORKER_SATURATION)
         is_operand, planned_host = self._contractions.host_of_root(ts)
+        leaf = self._trees.leaf(ts) if is_queueing and not is_operand else None
+        if leaf is not None:
+            fresh = self._on_last_host(stock, is_queued=may_wait)
+            found = self._trees.choose(leaf, ts, fresh, may_wait=may_wait)
+        else:
+            found = self._among_siblings(
+                ts,
+                stock,
+                planned_host,
+                is_operand=is_operand,
+                is_queueing=is_queueing,
+                may_wait=may_wait,
+            )
+        if found is None:
+            return None
+        chosen = found
+        if self._view.slowness(chosen) > 1:
+            quicker = self._avoid_slow_worker(ts, chosen, may_wait=may_wait and is_queueing)
+            if quicker is None:
+                return None
+            chosen = quicker
+        if self._view.with_gpu:
+            chosen = self._host_tasks.instead(ts, chosen)
+        self._last_host = chosen.host
+        self._queue_hold.placed(ts)
+        return chosen
+
+    def queued(self, ts: TaskState) -> None:
+        """Note that no worker has a free slot for a task."""
+        self._trees.queued(ts)
+
+    def next_task(self, front: TaskState) -> TaskState | None:
+        """Return the queued task to place next, given the first one; None if all should wait."""
+        return self._trees.next_task(front)
+
+    def ended(self, ws: WorkerState) -> None:
+        """Note that a worker ended a task."""
+        self._trees.ended(ws)
+
+    def remove_worker(self, address: str) -> None:
+        """Note that a worker left."""
+        self._trees.remove_worker(address)
+        self._queue_hold.remove_worker()
+
+    def close(self) -> None:
+        """Stop: release the tasks that are held in the queue."""
+        self._queue_hold.close()
+
+    # ------------------------------------------------------------------ siblings
+
+    def _among_siblings(
+        self,
+        ts: TaskState,
+        stock: WorkerState,
+        planned_host: str | None,
+        *,
+        is_operand: bool,
+        is_queueing: bool,
+        may_wait: bool,
+    ) -> WorkerState | None:
+        """Return a worker near the siblings of a task, or near the previous task."""
         is_unplanned = is_operand and planned_host is None
         chosen = (
             None if is_unplanned else self._next_to_siblings(ts, stock, is_queueing=is_queueing)
@@ -109,30 +173,8 @@ class RootTasks:
             )
             chosen = self._on_last_host(stock, is_queued=may_wait) if stays_near else stock
             if is_queueing and self._is_behind_slow_link(chosen):
-                found = self._avoid_slow_link(ts, chosen, may_wait=may_wait)
-                if found is None:
-                    return None
-                chosen = found
-        if self._view.slowness(chosen) > 1:
-            quicker = self._avoid_slow_worker(ts, chosen, may_wait=may_wait and is_queueing)
-            if quicker is None:
-                return None
-            chosen = quicker
-        if self._view.with_gpu:
-            chosen = self._host_tasks.instead(ts, chosen)
-        self._last_host = chosen.host
-        self._queue_hold.placed(ts)
+                return self._avoid_slow_link(ts, chosen, may_wait=may_wait)
         return chosen
-
-    def remove_worker(self) -> None:
-        """Note that a worker left."""
-        self._queue_hold.remove_worker()
-
-    def close(self) -> None:
-        """Stop: release the tasks that are held in the queue."""
-        self._queue_hold.close()
-
-    # ------------------------------------------------------------------ siblings
 
     def _free_on_planned_host(self, host: str, *, is_queueing: bool) -> WorkerState | None:
         """Return the least busy worker of a host, of those that are not far too busy."""

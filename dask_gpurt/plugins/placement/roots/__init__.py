@@ -1,0 +1,1 @@
+"""Placement of tasks without inputs, on a live scheduler."""

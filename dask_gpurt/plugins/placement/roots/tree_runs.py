@@ -1,0 +1,228 @@
+"""Root tasks of reduction trees on a live scheduler: neighbours go to one worker.
+
+`dask_gpurt.placement.runs` divides the leaves of a tree into runs. `tree_leaves` finds the leaves
+in the scheduler's graph. This module says which queued task a worker with a free slot begins. A
+worker is never given more tasks than the scheduler's queueing allows: the rest of its run stays
+queued.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from dask_gpurt.placement.runs import Runs, pays_to_take
+from dask_gpurt.plugins.patches.task_placement import expected_duration_s
+from dask_gpurt.plugins.placement.join_partners import MIN_JOIN_NBYTES
+from dask_gpurt.plugins.placement.roots.queue_hold import QueueHold
+from dask_gpurt.plugins.placement.roots.tree_leaves import leaf_of, leaves_near
+from dask_gpurt.plugins.placement.scheduler_view import PlacementView, n_on_threads
+from dask_gpurt.topology.places import path_between
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+#: Limit of trees whose runs are kept.
+MAX_TREES = 16
+#: Limit of workers with free slots that are offered a task of a tree.
+MAX_OFFERED = 32
+#: Least seconds that a task waits for the worker of its run while another one has a free slot.
+HOLD_S = 1.0
+
+
+class Leaf(NamedTuple):
+    """A leaf of a tree, and the runs of the tree."""
+
+    ts: TaskState
+    runs: Runs[TaskState]
+
+
+class TreeRuns:
+    """The runs of all reduction trees on one scheduler.
+
+    Parameters
+    ----------
+    n_free
+        Returns the tasks that a worker can be given before the scheduler calls it full.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        view: PlacementView,
+        hold: QueueHold,
+        n_free: Callable[[WorkerState], int],
+    ) -> None:
+        self._scheduler = scheduler
+        self._view = view
+        self._hold = hold
+        self._n_free = n_free
+        #: By the group of leaves.
+        self._trees: OrderedDict[str, Runs[TaskState]] = OrderedDict()
+        #: The worker that ended a task last: it has a free slot.
+        self._last_ended: WorkerState | None = None
+
+    def leaf(self, root: TaskState) -> Leaf | None:
+        """Return the leaf that a root task is a part of; None if it is in no tree to divide."""
+        found = leaf_of(root)
+        if found is None:
+            return None
+        group = found.group
+        runs = self._trees.get(group.name)
+        if runs is None:
+            states = group.states
+            n_leaves = states["released"] + states["waiting"] + states["queued"]
+            # With fewer, each run is a single leaf.
+            if n_leaves <= self._scheduler.total_nthreads:
+                return None
+            if 0 < self._view.sizes(found) < MIN_JOIN_NBYTES:
+                return None
+            if len(self._trees) >= MAX_TREES:
+                self._trees.popitem(last=False)
+            runs = self._trees[group.name] = Runs(n_leaves, _is_queued)
+        return Leaf(found, runs)
+
+    def choose(
+        self, leaf: Leaf, root: TaskState, fresh: WorkerState, *, may_wait: bool
+    ) -> WorkerState | None:
+        """Return the worker of a root task; None if it should wait in the scheduler's queue.
+
+        Parameters
+        ----------
+        fresh
+            A worker with a free slot, on which a new run may begin.
+        may_wait
+            Whether the task may stay in the scheduler's queue.
+        """
+        state, runs = self._scheduler, leaf.runs
+        address = runs.owner(leaf.ts.key)
+        owner = None if address is None else state.workers.get(address)
+        if owner is None or owner not in state.running:
+            if runs.is_served(fresh.address):
+                fresh = self._unserved(runs) or fresh
+            self._begin(leaf, fresh)
+            return fresh
+        # Without a queue, all tasks of a group are given out at once, and a run is a fair share.
+        if owner is fresh or not may_wait or self._n_free(owner) > 0:
+            return owner
+        # The scheduler checks that no task is queued while a worker has a free slot.
+        if state.validate:
+            return fresh
+        runs.wait(leaf.ts.key, root.priority or (), root)
+        # If nothing else takes that slot, its worker may want a part of a run.
+        self._hold.look_soon()
+        return None
+
+    def queued(self, root: TaskState) -> None:
+        """Note that no worker has a free slot for a root task."""
+        leaf = self.leaf(root)
+        if leaf is not None:
+            leaf.runs.wait(leaf.ts.key, root.priority or (), root)
+
+    def next_task(self, front: TaskState) -> TaskState | None:
+        """Return the queued task that should be placed next; None if all should wait.
+
+        Parameters
+        ----------
+        front
+            The first task of the queue.
+        """
+        leaf = self.leaf(front) if self._trees else None
+        if leaf is None:
+            return front
+        runs = leaf.runs
+        for ws in self._with_free_slot():
+            ts = runs.next_task(ws.address)
+            if ts is None and (self._begins(leaf, front, ws) or self._takes(runs, ws)):
+                ts = runs.next_task(ws.address)
+            if ts is not None:
+                return ts
+        return front if runs.is_empty else None
+
+    def ended(self, ws: WorkerState) -> None:
+        """Note that a worker ended a task."""
+        self._last_ended = ws
+
+    def remove_worker(self, address: str) -> None:
+        """Remove a worker that left."""
+        for runs in self._trees.values():
+            runs.remove_worker(address)
+
+    # ------------------------------------------------------------------ new runs
+
+    def _begin(self, leaf: Leaf, ws: WorkerState) -> None:
+        """Begin a run of a worker with a leaf."""
+        runs = leaf.runs
+        n_leaves = runs.share(ws.address, ws.nthreads, self._scheduler.total_nthreads)
+        free = (one.key for one in leaves_near(leaf.ts) if runs.owner(one.key) is None)
+        runs.begin(ws.address, [leaf.ts.key, *islice(free, 1, n_leaves)])
+
+    def _begins(self, leaf: Leaf, front: TaskState, ws: WorkerState) -> bool:
+        """Begin a run of a worker with queued tasks; return whether there were any."""
+        runs = leaf.runs
+        if runs.owner(leaf.ts.key) is not None:
+            first = runs.first_unowned()
+            found = None if first is None else leaf_of(first)
+            if found is None:
+                return False
+            leaf = Leaf(found, runs)
+        self._begin(leaf, ws)
+        return True
+
+    # ------------------------------------------------------------------ workers
+
+    def _with_free_slot(self) -> Iterator[WorkerState]:
+        """Yield workers with a free slot, the one that ended a task last first."""
+        spare, last = self._scheduler.idle_task_count, self._last_ended
+        if last is not None and last in spare:
+            yield last
+        for ws in islice(spare, MAX_OFFERED):
+            if ws is not last:
+                yield ws
+
+    def _unserved(self, runs: Runs[TaskState]) -> WorkerState | None:
+        """Return a worker with a free slot that waits for a run."""
+        free = islice(self._scheduler.idle_task_count, MAX_OFFERED)
+        return next((ws for ws in free if not runs.is_served(ws.address)), None)
+
+    def _takes(self, runs: Runs[TaskState], thief: WorkerState) -> bool:
+        """Let a worker take over half of the longest run that waits, if that pays."""
+        # Its second task only waits for the first one. That it is made near its neighbours matters
+        # more.
+        if n_on_threads(thief) >= thief.nthreads:
+            return False
+        found = runs.longest(thief.address)
+        if found is None:
+            return False
+        address, waiting = found
+        victim = self._scheduler.workers.get(address)
+        if victim is not None and victim in self._scheduler.running:
+            last = waiting[-1]
+            duration_s = expected_duration_s(self._scheduler, last)
+            n_ahead = n_on_threads(victim) + len(waiting) - 1
+            pays = not self._view.is_new(last) and pays_to_take(
+                n_ahead,
+                victim.nthreads,
+                n_on_threads(thief),
+                thief.nthreads,
+                duration_s,
+                self._moved_s(last, thief, victim),
+            )
+            wait_s = HOLD_S + n_ahead / victim.nthreads * duration_s
+            if not pays and self._hold.may_wait(last, wait_s):
+                return False
+        runs.take(address, thief.address)
+        return True
+
+    def _moved_s(self, root: TaskState, thief: WorkerState, victim: WorkerState) -> float:
+        """Return the seconds to send a task's leaf back to the worker of its run."""
+        nbytes = self._view.sizes(leaf_of(root) or root)
+        path = path_between(self._view.links.places, thief.address, victim.address)
+        return path.transfer_s(nbytes)
+
+
+def _is_queued(ts: TaskState) -> bool:
+    return bool(ts.state == "queued")
