@@ -24,6 +24,8 @@ from dask_gpurt.shuffle.routing import host_of
 if TYPE_CHECKING:
     from dask_gpurt.plugins.collectives.groups.rank import Rank
 
+#: Random number of this process.
+_PROCESS = int.from_bytes(os.urandom(7), "big")
 #: Most characters of a reason that a rank tells the others.
 _MOST_CHARACTERS = 200
 
@@ -72,6 +74,13 @@ def run_with_torch(
     function: Callable[..., Any], backend: str, comm: Rank, blocks: Any, *state: Any
 ) -> Any:
     """Call a function while torch.distributed runs. The step of `Communicator.run_torch`."""
+    # Two containers may have the same number of a process, and a fork the same random one.
+    processes = comm.all_gather(np.array([_PROCESS, os.getpid()])).tolist()
+    if len(set(map(tuple, processes))) < comm.size:
+        raise CollectiveError(
+            "torch.distributed runs once in a process, and some workers share one; "
+            "start workers as processes"
+        )
     try:
         import torch
         import torch.distributed as dist
@@ -80,13 +89,6 @@ def run_with_torch(
     except ImportError as error:
         why_not = f"{error}; run `pip install torch` there"
     agree(comm, why_not)
-    processes = comm.all_gather(np.array([os.getpid()]))[:, 0].tolist()
-    hosts = [host_of(address) for address in comm.workers]
-    if len(set(zip(hosts, processes, strict=True))) < comm.size:
-        raise CollectiveError(
-            "torch.distributed runs once in a process, and some workers share one; "
-            "start workers as processes"
-        )
     if backend == "auto":
         local_rank, _ = places(comm.workers, comm.rank)
         has_gpu = dist.is_nccl_available() and local_rank < torch.cuda.device_count()
