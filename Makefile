@@ -63,7 +63,7 @@ test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
-	    tests/plugins tests/integration tests/command tests/simulate
+	    tests/plugins tests/integration tests/simulate
 
 # The tests of GPUs, with CuPy for ROCm on a stand-in for AMD's driver (tests/standins/hip).
 test-standins: $(VENV_HIP)/installed
