@@ -42,6 +42,11 @@ def pytest_configure() -> None:
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest file first: with several processes, the others have much to do meanwhile.
+    items.sort(key=lambda item: item.path.name != "test_docs_run.py")
+
+
 def pytest_collection_finish() -> None:
     # The collected tests are half a million objects that live to the end. Without a freeze, each
     # full garbage collection visits them for half a second, and tests and Dask start many.

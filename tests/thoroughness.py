@@ -6,9 +6,13 @@ import os
 from collections.abc import Iterable
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 RUNS_ALL = os.environ.get("GPURT_TESTS") == "all"
+#: Marks a slow test that has quick ones beside it.
+only_if_all = pytest.mark.skipif(not RUNS_ALL, reason="slow; GPURT_TESTS=all runs it")
 
 
 def some(cases: Iterable[T], n: int) -> list[T]:

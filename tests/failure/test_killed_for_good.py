@@ -18,6 +18,7 @@ import dask_gpurt
 from tests.failure.gates import Gate, pass_gate, until
 from tests.failure.memory_stage import SETTINGS, make_block
 from tests.integration.processes import command_line_cluster
+from tests.thoroughness import some
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ def ours(directory: Path, name: str = "gpurt-") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("where", "nanny"), [("of the worker", "--no-nanny"), ("of all", "--nanny")]
+    ("where", "nanny"), some([("of all", "--nanny"), ("of the worker", "--no-nanny")], 1)
 )
 def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nanny: str) -> None:
     config: dict[str, Any] = SETTINGS | {"gpurt.enabled": True, "gpurt.shuffle.memory": "64 KiB"}

@@ -50,6 +50,12 @@ def ask(client: Client, key: str) -> Any:
     return on_loop(client, asked)
 
 
+def first_spilled(worker: Any, blocks: list[Any]) -> Any:
+    """Return the first block that a worker has written to disk, once there is one."""
+    until(lambda: any(worker.data.is_spilled(one.key) for one in blocks), "all stay in memory")
+    return next(block for block in blocks if worker.data.is_spilled(block.key))
+
+
 def blocks_of(client: Client) -> tuple[list[Any], list[Any]]:
     """Return futures of all blocks on the first worker, and of those it has spilled."""
     holder, _ = workers_of(client)
@@ -127,7 +133,7 @@ def test_client_retries_a_value_that_cannot_be_read_now(
     holder, _ = workers_of(client)
     blocks = make_blocks(client)
     wait(blocks, timeout=DEADLINE_S)
-    cold = next(block for block in blocks if holder.data.is_spilled(block.key))
+    cold = first_spilled(holder, blocks)
     short = ShortOfRoom(monkeypatch, times=2)
     assert sum_of(cold.result(DEADLINE_S)) == sum_of(make_block(blocks.index(cold)))
     assert all(name.startswith("gpurt read") for name in short.threads)
@@ -187,7 +193,7 @@ def test_task_whose_input_never_fits_fails_with_the_reason(
         holder.monitor.get_process_memory = asking.monitor.get_process_memory = lambda: 0
         blocks = make_blocks(client, workers=[holder.address])
         wait(blocks, timeout=DEADLINE_S)
-        cold = next(block for block in blocks if holder.data.is_spilled(block.key))
+        cold = first_spilled(holder, blocks)
         with monkeypatch.context() as patch:
             ShortOfRoom(patch, times=10**9)
             user = holder if where == "here" else asking

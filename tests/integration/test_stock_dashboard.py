@@ -18,6 +18,7 @@ from tests.integration.held_exchanges import (
     shuffled,
 )
 from tests.integration.memory_cluster import MANAGED_ALONE, MIB, block
+from tests.thoroughness import only_if_all
 
 pytest.importorskip("bokeh", reason="stock has no dashboard without it")
 
@@ -102,6 +103,7 @@ async def test_every_page_is_drawn_during_a_shuffle(c, s, a, b):
     await check_exchange(c, s, (a, b), shuffled)
 
 
+@only_if_all
 @two_workers
 async def test_every_page_is_drawn_during_a_rechunk(c, s, a, b):
     await check_exchange(c, s, (a, b), rechunked)

@@ -17,6 +17,7 @@ from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.errors import ActivationError, ConfigError
+from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.scheduler import GpurtScheduler, activation_lock
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
@@ -299,6 +300,8 @@ async def test_closed_worker_is_not_kept_alive(s):
         "gpurt_broadcast_slice": {"name": "one", "offers": {"unknown": {}}},
         "gpurt_broadcast_leave": {"name": "one"},
         "gpurt_broadcast_end": {"name": "one"},
+        "gpurt_collective": {"name": "one", "sender": "x", "offers": {"unknown": {}}},
+        "gpurt_collective_abort": {"name": "one", "failure": GroupFailure("failed").plain()},
     }
     async with Worker(s.address) as worker:
         await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)

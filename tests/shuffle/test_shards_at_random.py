@@ -33,6 +33,7 @@ from tests.shuffle.shard_rig import (
     make_shard,
     read_slot,
 )
+from tests.thoroughness import RUNS_ALL
 
 # ------------------------------------------------------------------ against a plain dict
 
@@ -154,7 +155,9 @@ class StoreMachine(RuleBasedStateMachine):
 def test_random_use_agrees_with_a_dict():
     run_state_machine_as_test(
         StoreMachine,
-        settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
+        settings=settings(
+            derandomize=True, max_examples=300 if RUNS_ALL else 60, stateful_step_count=30
+        ),
     )
 
 
@@ -188,5 +191,7 @@ def test_random_use_with_merging_agrees_with_a_dict(monkeypatch, merged_rows):
     monkeypatch.setattr(merging, "MERGED_NBYTES", merged_rows * ROW_NBYTES)
     run_state_machine_as_test(
         MergingMachine,
-        settings=settings(derandomize=True, max_examples=120, stateful_step_count=30),
+        settings=settings(
+            derandomize=True, max_examples=300 if RUNS_ALL else 60, stateful_step_count=30
+        ),
     )

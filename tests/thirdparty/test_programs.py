@@ -107,7 +107,7 @@ def assert_same(enabled: object, stock: object) -> None:
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.timeout(2 * TIMEOUT_S + 60)
-@pytest.mark.parametrize("name", some(PROGRAMS, 2))
+@pytest.mark.parametrize("name", some(PROGRAMS, 1))
 def test_program_gives_results_of_dask_without_a_traceback(name: str, tmp_path: Path) -> None:
     for package in PROGRAMS[name]:
         pytest.importorskip(package, reason=f"{package} of the thirdparty extra is not installed")

@@ -20,6 +20,7 @@ from tests.deploy.kubernetes.patching import Object
 from tests.deploy.kubernetes.shuffles import links, shuffle
 from tests.deploy.manifests import cluster as specification
 from tests.deploy.manifests import only_container, rendered
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -66,12 +67,13 @@ def assert_no_memory_is_shared(client: Client, reason: str) -> None:
     assert any(text.endswith(f"not in shared memory: {reason}") for text in said)
 
 
+@only_if_all
 @without("memfd_create")
 def test_a_filter_that_refuses_memory_files(client: Client) -> None:
     assert_no_memory_is_shared(client, "no files in memory here (Operation not permitted)")
 
 
-@without("memfd_create")
+@without("ptrace")
 def test_the_limit_of_the_pod_reaches_workers(client: Client) -> None:
     # The manifest gives each worker 3.5 GiB, which is more than this pod has.
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
@@ -80,7 +82,7 @@ def test_the_limit_of_the_pod_reaches_workers(client: Client) -> None:
         assert report["memory"] is not None
 
 
-@without("memfd_create")
+@without("ptrace")
 def test_doctor_describes_the_pod(client: Client) -> None:
     findings = doctor(client)
     (pod,) = findings["pod"]

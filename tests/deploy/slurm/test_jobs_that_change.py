@@ -20,6 +20,7 @@ from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 from tests.failure.memory_stage import expected_sums, make_block, sums_of
 from tests.failure.stage import N_INPUTS, expected, frame, make_input
 from tests.integration.comparing import assert_same_partitions
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -129,6 +130,7 @@ def test_adaptive_jobs_join_during_a_shuffle_and_leave(slurm: Slurm) -> None:
         assert dask_gpurt.status(jobs.client)["runs"]["stock"] == 0
 
 
+@only_if_all
 def test_cluster_is_scaled_down_in_mid_shuffle(slurm: Slurm) -> None:
     with cluster_of_jobs(slurm, 2) as jobs, Gate() as gate:
         outputs = shuffle(jobs.client, {N_INPUTS - 1: gate.path})
