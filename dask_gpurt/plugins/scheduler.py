@@ -304,6 +304,8 @@ class GpurtScheduler(SchedulerPlugin):
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
             self._remove_handlers(for_workers)
+            if self.collectives is not None:
+                self.collectives.close()
             # Workers may lose values until they have handed back all of them.
             self._lost_values.uninstall()
 

@@ -399,7 +399,7 @@ class Attachment:
 
         self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
         self._host = HostReporter(worker)
-        self._broadcasts = WorkerBroadcasts(worker, state)
+        self._broadcasts = WorkerBroadcasts(worker, state, is_on=settings.collectives.enabled)
         handlers = (
             *self._broadcasts.handlers(),
             *state.groups.handlers(),

@@ -43,6 +43,10 @@ class ClusterCollectives:
         self.gangs.uninstall()
         self.reductions.uninstall()
 
+    def close(self) -> None:
+        """Remove what workers need until they have left the runtime."""
+        self.broadcaster.close()
+
     def explain(self, key: Any) -> dict[str, Any] | None:
         """Return how a value was broadcast. See `Broadcaster.explain`."""
         return self.broadcaster.explain(key)

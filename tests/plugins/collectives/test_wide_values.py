@@ -102,9 +102,24 @@ def test_small_values_and_few_workers_are_left_to_stock(nbytes, n_workers):
 
 @on_cluster(**{"gpurt.collectives.enabled": False})
 async def test_the_setting_leaves_large_values_to_stock(c, s, *workers):
+    # Nobody else would answer a worker.
+    asked = []
+    s.handlers["gpurt_wanted"] = lambda key, worker: asked.append(key)
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
     await used_by(c, s, value, workers)
     assert sent_nbytes(workers) > (len(workers) - 1) * LARGE_NBYTES
+    assert not asked
+
+
+@on_cluster()
+async def test_workers_may_ask_until_the_runtime_has_left_them(c, s, *workers):
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    wide = s.plugins["gpurt"].collectives.broadcaster._wide
+    wide.uninstall()
+    await used_by(c, s, value, workers)
+    assert report(s)["values"] == 0
+    await dask_gpurt.disable(c)
+    assert "gpurt_wanted" not in s.handlers
 
 
 @on_cluster()

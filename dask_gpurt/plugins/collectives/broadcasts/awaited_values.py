@@ -25,10 +25,16 @@ _LEAST_PATIENCE_S, _PATIENCE_RATE = 0.02, 2e9
 
 
 class AwaitedValues:
-    """The large values that this worker needs and does not have yet. On the event loop."""
+    """The large values that this worker needs and does not have yet. On the event loop.
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    Parameters
+    ----------
+    is_on
+        Whether there are broadcasts on this cluster.
+    """
+
+    def __init__(self, worker: Worker, *, is_on: bool) -> None:
+        self._worker, self._is_on = worker, is_on
         #: By key, the values that arrived while somebody waits for them.
         self._arrived: dict[Any, list[Any]] = {}
 
@@ -46,7 +52,7 @@ class AwaitedValues:
             By key, the bytes of each value that the worker needs.
         """
         large = [key for key, nbytes in sizes.items() if nbytes >= LEAST_WIDE_NBYTES]
-        if not large:
+        if not large or not self._is_on:
             return {}
         found = await asyncio.gather(*(self._get(key, sizes[key]) for key in large))
         return {key: value for key, one in zip(large, found, strict=True) for value in one}

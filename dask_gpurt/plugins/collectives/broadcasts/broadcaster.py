@@ -71,6 +71,10 @@ class Broadcaster:
         self._swap.uninstall()
         self._kept.uninstall()
 
+    def close(self) -> None:
+        """Remove the handlers of workers."""
+        self._wide.close()
+
     def report(self) -> dict[str, Any]:
         """Return what was broadcast."""
         return {

@@ -27,7 +27,9 @@ LEAST_WORKERS = 3
 
 
 class WideValues:
-    """The handlers that workers ask about large values, until `uninstall`.
+    """The handlers that workers ask about large values, until `close`.
+
+    From `uninstall` on, they answer that no broadcast will come: workers may still ask.
 
     Parameters
     ----------
@@ -48,12 +50,17 @@ class WideValues:
         self._ready = ready
         #: By key, the broadcast under way and the workers that it is for.
         self._under_way: dict[Any, tuple[asyncio.Task[None], set[str]]] = {}
+        self._is_on = True
         self._handlers: dict[str, Callable[..., Any]]
         self._handlers = {"gpurt_wanted": self.wanted, "gpurt_brought": self.brought}
         scheduler.handlers.update(self._handlers)
 
     def uninstall(self) -> None:
-        """Remove the handlers: workers fetch all values themselves."""
+        """Begin no more broadcasts: workers fetch all values themselves."""
+        self._is_on = False
+
+    def close(self) -> None:
+        """Remove the handlers: no worker asks any more."""
         for name in self._handlers:
             self._scheduler.handlers.pop(name, None)
 
@@ -75,7 +82,12 @@ class WideValues:
     def _begin(self, key: Any) -> None:
         """Begin a broadcast of a value if tasks on enough workers need it."""
         ts = self._scheduler.tasks.get(key)
-        if ts is None or ts.state != "memory" or ts.get_nbytes() < LEAST_WIDE_NBYTES:
+        if (
+            not self._is_on
+            or ts is None
+            or ts.state != "memory"
+            or ts.get_nbytes() < LEAST_WIDE_NBYTES
+        ):
             return
         holders = ts.who_has or set()
         needing = {

@@ -32,10 +32,10 @@ logger = logging.getLogger("dask_gpurt")
 class WorkerBroadcasts:
     """The handlers of one worker. On the event loop."""
 
-    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
+    def __init__(self, worker: Worker, state: WorkerRuntime, *, is_on: bool) -> None:
         self._worker = worker
         self._state = state
-        self.awaited = AwaitedValues(worker)
+        self.awaited = AwaitedValues(worker, is_on=is_on)
         self._runs: dict[str, BroadcastRun] = {}
         #: How each broadcast ended: the size of the value here, or the reason that there is none.
         self._ends: dict[str, asyncio.Task[int | str]] = {}
