@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
 
 _NO_COSTS: Mapping[str, Cost] = {}
+#: Fewer tasks that need an input do not make it a shared one.
+MIN_SHARING = 3
 
 
 class Choice(NamedTuple):
@@ -137,18 +139,20 @@ class Question:
     def holder_of_own(self, n_workers: int) -> WorkerState | None:
         """Return the one worker that has all inputs but *shared* ones; None if there is no such.
 
-        An input is shared if more tasks need it than there are workers: then nearly every worker
-        fetches it anyway. A task's part of these copies must be no larger than its other inputs.
+        An input is shared if as many tasks need it as there are workers, and three or more: then
+        nearly every worker fetches it anyway. A task's part of these copies must be no larger than
+        its other inputs.
         """
         dependencies = self.ts.dependencies
-        if not any(len(dts.dependents) > n_workers for dts in dependencies):
+        least = max(n_workers, MIN_SHARING)
+        if not any(len(dts.dependents) >= least for dts in dependencies):
             return None
         holder: WorkerState | None = None
         own_nbytes, part_nbytes = 0, 0.0
         for dts, nbytes in zip(dependencies, self.sizes, strict=True):
             n_dependents = len(dts.dependents)
             who = dts.who_has or ()
-            if n_dependents > n_workers:
+            if n_dependents >= least:
                 part_nbytes += nbytes * n_workers / n_dependents
             elif len(who) != 1 or holder not in (None, *who):
                 return None
