@@ -23,6 +23,7 @@ from dask_gpurt.devices.ledger import Ledger, overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
 from dask_gpurt.plugins.collectives.broadcasts.worker_broadcasts import WorkerBroadcasts
 from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
 from dask_gpurt.plugins.dashboard.glance import WorkerGlance
@@ -414,7 +415,9 @@ class Attachment:
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
-        self._transfers = ValueTransfers(worker, self._broadcasts.awaited.get_all)
+        self._transfers = ValueTransfers(
+            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES
+        )
         self._shown = ShownShuffles(worker, state.links.sent)
         self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
         self._whole_close = WholeClose(worker, state.close)

@@ -62,10 +62,15 @@ class ValueTransfers:
     broadcasts
         Returns the values that broadcasts bring, by key. Called with the size of each value that
         is to be fetched.
+    least_nbytes
+        No broadcast brings a smaller value.
     """
 
     def __init__(
-        self, worker: Worker, broadcasts: Callable[[Mapping[Any, int]], Awaitable[dict[Any, Any]]]
+        self,
+        worker: Worker,
+        broadcasts: Callable[[Mapping[Any, int]], Awaitable[dict[Any, Any]]],
+        least_nbytes: int,
     ) -> None:
         self._worker = worker
         self._n_ended = 0
@@ -76,9 +81,13 @@ class ValueTransfers:
         async def gather_dep(
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
         ) -> Any:
-            tasks = self._worker.state.tasks
-            sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
-            arrived = await broadcasts(sizes)
+            arrived: dict[Any, Any] = {}
+            if total_nbytes >= least_nbytes:
+                tasks = self._worker.state.tasks
+                sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
+                arrived = await broadcasts(sizes)
+            if not arrived:
+                return await fetch(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
             rest = [key for key in to_gather if key not in arrived]
             if not rest:
                 return GatherDepSuccessEvent(
@@ -88,7 +97,7 @@ class ValueTransfers:
                     stimulus_id=f"gpurt-broadcast-{time()}",
                 )
             event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
-            while arrived and isinstance(event, GatherDepBusyEvent):
+            while isinstance(event, GatherDepBusyEvent):
                 # The worker would take this event for all values, and fetch all of them later.
                 await asyncio.sleep(_BUSY_S)
                 event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
