@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from dask_gpurt.collectives import schedules, two_level
+from dask_gpurt.collectives.plans import FLAT, Collective
 from dask_gpurt.collectives.steps import Step
 
 #: Largest group for which schedules with a message for each pair of ranks are considered.
@@ -23,6 +24,15 @@ MOST_FLAT = 256
 LEAST_SLICE_NBYTES = 1 << 20
 #: Limit of the slices of a chain, which bounds the time to count its cost.
 MOST_SLICES = 256
+#: What is considered for larger groups, of the algorithms that treat all ranks alike.
+_OF_LARGE: dict[Collective, str] = {
+    "all-reduce": "tree",
+    "reduce-scatter": "ring",
+    "all-gather": "ring",
+    "broadcast": "tree",
+}
+#: Algorithms that do not cut values. The others of that kind have a slice for each rank.
+_WHOLE = frozenset({"one-shot", "tree"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +157,8 @@ class RankGroup:
 
     @cached_property
     def _all_reduce(self) -> dict[str, Effort]:
-        n = len(self._hosts)
-        ways = {"tree": (schedules.tree, 1)}
-        if n <= MOST_FLAT:
-            ways |= {
-                "one-shot": (schedules.one_shot, 1),
-                "two-shot": (schedules.two_shot, n),
-                "ring": (schedules.ring, n),
-            }
-        work = {
-            name: counted(partial(_rank_of, schedule, n), self._hosts, n_slices)
-            for name, (schedule, n_slices) in ways.items()
-        }
-        if 1 < self._n_hosts < n:
+        work = self._flat("all-reduce")
+        if 1 < self._n_hosts < len(self._hosts):
             steps = partial(two_level.all_reduce, hosts=self._hosts)
             n_slices = two_level.n_slices(self._hosts)
             work["two-level"] = counted(steps, self._hosts, n_slices)
@@ -179,32 +178,32 @@ class RankGroup:
 
     @cached_property
     def _reduce_scatter(self) -> dict[str, Effort]:
-        return self._flat(schedules.direct_reduce_scatter, schedules.ring_reduce_scatter)
+        return self._flat("reduce-scatter")
 
     @cached_property
     def _all_gather(self) -> dict[str, Effort]:
-        return self._flat(schedules.direct_all_gather, schedules.ring_all_gather)
+        return self._flat("all-gather")
 
-    def _flat(self, direct: schedules.Schedule, ring: schedules.Schedule) -> dict[str, Effort]:
-        n = len(self._hosts)
-        ways = {"ring": ring} | ({"direct": direct} if n <= MOST_FLAT else {})
+    @cached_property
+    def _broadcast(self) -> dict[str, Effort]:
+        return self._flat("broadcast")
+
+    def _flat(self, collective: Collective) -> dict[str, Effort]:
+        """Return the work of the algorithms that treat all ranks alike."""
+        n, found = len(self._hosts), FLAT[collective]
+        names = found if n <= MOST_FLAT else [_OF_LARGE[collective]]
         return {
-            name: counted(partial(_rank_of, schedule, n), self._hosts, n)
-            for name, schedule in ways.items()
+            name: counted(
+                partial(_rank_of, found[name], n), self._hosts, 1 if name in _WHOLE else n
+            )
+            for name in names
         }
 
     def broadcast(self, nbytes: int, costs: LinkCosts) -> list[AlgorithmCost]:
         """Return the candidates for a broadcast of such a value, the cheapest first."""
-        n = len(self._hosts)
         n_slices = chain_slices(self._n_hosts, nbytes, costs)
         chain = partial(two_level.broadcast, hosts=self._hosts, n_slices=n_slices)
-        work = {
-            "chain": counted(chain, self._hosts, n_slices),
-            "tree": counted(partial(_rank_of, schedules.tree_broadcast, n), self._hosts, 1),
-        }
-        if n <= MOST_FLAT:
-            two_shot = partial(_rank_of, schedules.two_shot_broadcast, n)
-            work["two-shot"] = counted(two_shot, self._hosts, n)
+        work = {"chain": counted(chain, self._hosts, n_slices), **self._broadcast}
         return _sorted(work, nbytes, costs)
 
 

@@ -14,22 +14,31 @@ from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast"]
 
-_FLAT: dict[tuple[str, str], Schedule] = {
-    ("all-reduce", "one-shot"): schedules.one_shot,
-    ("all-reduce", "two-shot"): schedules.two_shot,
-    ("all-reduce", "ring"): schedules.ring,
-    ("all-reduce", "tree"): schedules.tree,
-    ("reduce-scatter", "direct"): schedules.direct_reduce_scatter,
-    ("reduce-scatter", "ring"): schedules.ring_reduce_scatter,
-    ("all-gather", "direct"): schedules.direct_all_gather,
-    ("all-gather", "ring"): schedules.ring_all_gather,
-    ("broadcast", "tree"): schedules.tree_broadcast,
-    ("broadcast", "two-shot"): schedules.two_shot_broadcast,
+#: Algorithms that treat all ranks alike. `two-level` and `chain` know their hosts.
+FLAT: dict[Collective, dict[str, Schedule]] = {
+    "all-reduce": {
+        "tree": schedules.tree,
+        "one-shot": schedules.one_shot,
+        "two-shot": schedules.two_shot,
+        "ring": schedules.ring,
+    },
+    "reduce-scatter": {
+        "ring": schedules.ring_reduce_scatter,
+        "direct": schedules.direct_reduce_scatter,
+    },
+    "all-gather": {
+        "ring": schedules.ring_all_gather,
+        "direct": schedules.direct_all_gather,
+    },
+    "broadcast": {
+        "tree": schedules.tree_broadcast,
+        "two-shot": schedules.two_shot_broadcast,
+    },
 }
 
 
 def steps_of(
-    collective: str,
+    collective: Collective,
     algorithm: str,
     rank: int,
     hosts: Sequence[Hashable],
@@ -60,7 +69,7 @@ def steps_of(
     if (collective, algorithm) == ("broadcast", "chain"):
         turned = [hosts[(number + root) % n] for number in range(n)]
         found = two_level.broadcast(shifted, turned, n_slices)
-    elif (schedule := _FLAT.get((collective, algorithm))) is not None:
+    elif (schedule := FLAT[collective].get(algorithm)) is not None:
         found = schedule(shifted, n)
     else:
         raise ValueError(f"there is no {algorithm} {collective}")
