@@ -14,8 +14,6 @@ With `--how tasks`, nobody asks for copies: one task on each worker needs the va
 from __future__ import annotations
 
 import contextlib
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import numpy as np
 from distributed import Client, wait
 
 import dask_gpurt
-from benchmarks.harness import Sides, arguments, settle, write_json
+from benchmarks.harness import Sides, arguments, in_turns, settle, write_json
 from benchmarks.hosts import cluster, hosts, shape
 
 #: Bytes of the value at full scale.
@@ -81,27 +79,19 @@ def main() -> None:
     parser.add_argument("--how", choices=["scatter", "replicate", "tasks"], default="scatter")
     options = parser.parse_args()
     nbytes = int(NBYTES * options.scale)
-    runs: dict[str, list[dict[str, Any]]] = {"stock": [], "enabled": []}
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(hosts(options.hosts))
         one, other = (stack.enter_context(cluster(names, options.workers_each)) for _ in range(2))
         dask_gpurt.enable(other)
         shape(names, options.rate)
-        order = list(Sides(one, other).both())
-        for repeat in range(options.repeats + 1):
-            for side, client in order:
-                with client.as_current():
-                    run = once(client, options.how, nbytes, options.hosts)
-                if repeat:
-                    runs[side].append(run)
-            order.reverse()
-            print(f"  {repeat}/{options.repeats}", file=sys.stderr, flush=True)
-        stays = {side: kept(client, nbytes) for side, client in order}
-    median = {
-        (side, what): statistics.median(run[what] for run in found)
-        for side, found in runs.items()
-        for what in ("wall_s", "link_nbytes", "holders")
-    }
+        sides = Sides(one, other)
+
+        def turn(_: str, client: Client) -> dict[str, Any]:
+            with client.as_current():
+                return once(client, options.how, nbytes, options.hosts)
+
+        runs, median = in_turns(sides, options.repeats, turn)
+        stays = {side: kept(client, nbytes) for side, client in sides.both()}
     for side in runs:
         print(
             f"{side:8} {median[side, 'wall_s']:7.3f} s"

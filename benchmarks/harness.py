@@ -74,6 +74,37 @@ class Sides:
         return ("stock", self.stock), ("enabled", self.enabled)
 
 
+def in_turns(
+    sides: Sides, repeats: int, once: Callable[[str, Client], dict[str, Any]], name: str = ""
+) -> tuple[dict[str, list[dict[str, Any]]], dict[tuple[str, str], float]]:
+    """Let both sides take turns; return all figures of each run, and their medians.
+
+    The first turn is not counted.
+
+    Parameters
+    ----------
+    once
+        Does the work on a side, and returns its figures.
+    name
+        Stands before the progress.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {"stock": [], "enabled": []}
+    order = list(sides.both())
+    for repeat in range(repeats + 1):
+        for side, client in order:
+            run = once(side, client)
+            if repeat:
+                runs[side].append(run)
+        order.reverse()
+        print(f"  {name}{repeat}/{repeats}", file=sys.stderr, flush=True)
+    medians = {
+        (side, figure): statistics.median(run[figure] for run in found)
+        for side, found in runs.items()
+        for figure in (found[0] if found else ())
+    }
+    return runs, medians
+
+
 @contextlib.contextmanager
 def stock_client(n_workers: int = 2, memory_limit: str | int = "auto") -> Iterator[Client]:
     """Start a stock cluster of one-thread worker processes over TCP; not the default client."""

@@ -12,8 +12,6 @@ local workers with little memory, one after the other.
 from __future__ import annotations
 
 import contextlib
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from distributed import Client, wait
 
 import dask_gpurt
 from benchmarks.broadcast import received_nbytes
-from benchmarks.harness import Sides, arguments, settle, stock_client, write_json
+from benchmarks.harness import Sides, arguments, in_turns, settle, stock_client, write_json
 from benchmarks.hosts import cluster, hosts, shape
 
 N_HOSTS = 4
@@ -101,20 +99,11 @@ def once(client: Client, case: Case, x: Any) -> dict[str, Any]:
 def compare(sides: Sides, case: Case, scale: float, repeats: int) -> dict[str, Any]:
     """Let both sides take turns with a case, and print what they took."""
     inputs = {side: held(client, case, scale) for side, client in sides.both()}
-    runs: dict[str, list[dict[str, Any]]] = {"stock": [], "enabled": []}
-    order = list(sides.both())
-    for repeat in range(repeats + 1):
-        for side, client in order:
-            run = once(client, case, inputs[side])
-            if repeat:
-                runs[side].append(run)
-        order.reverse()
-        print(f"  {case.name}: {repeat}/{repeats}", file=sys.stderr, flush=True)
-    median = {
-        (side, what): statistics.median(run[what] for run in found)
-        for side, found in runs.items()
-        for what in ("wall_s", "link_nbytes", "peak_nbytes")
-    }
+
+    def turn(side: str, client: Client) -> dict[str, Any]:
+        return once(client, case, inputs[side])
+
+    runs, median = in_turns(sides, repeats, turn, f"{case.name}: ")
     for side in runs:
         print(
             f"{case.name:32} {side:8} {median[side, 'wall_s']:7.3f} s"
@@ -124,7 +113,7 @@ def compare(sides: Sides, case: Case, scale: float, repeats: int) -> dict[str, A
     ratio = median["enabled", "wall_s"] / median["stock", "wall_s"]
     print(f"{case.name:32} ratio {ratio:.2f} (at most {case.target:g})", flush=True)
     inputs.clear()
-    for _, client in order:
+    for _, client in sides.both():
         settle(client)
     return {"case": case.name, "ratio": ratio, "target": case.target, "runs": runs}
 
