@@ -63,6 +63,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
+    # Perfetto is optional. Foreign traces are SQLite files; ours may be compressed.
+    "tracing": ({"errors"}, {"numpy", "perfetto"}, {"os"}),
     # `Communicator` is loaded from there when a program first uses it (inside a function).
     "collectives": ({"plugins"}, {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
@@ -88,6 +90,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "shuffle",
             "simulate",
             "topology",
+            "tracing",
             "transport",
         },
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
@@ -124,6 +127,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "placement",
             "plugins",
             "topology",
+            "tracing",
         },
         # IPython: the output of a notebook, in a kernel.
         DASK | {"IPython", "click", "cloudpickle", "rich", "yaml"},
