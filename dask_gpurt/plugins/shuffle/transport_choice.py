@@ -34,9 +34,11 @@ from dask_gpurt.plugins.shuffle.transports import (
     MESSAGE_DEADLINE_S,
     Call,
     CommTransport,
+    HostRefusals,
     SharedTransport,
     Transport,
     UcxTransport,
+    host_part,
 )
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, WorkerUcx, result_if_any
 from dask_gpurt.shuffle.messages import Message
@@ -91,6 +93,7 @@ class Links:
         self._lender: Lender | None = None
         self.ucx = WorkerUcx(worker)
         self._no_memory = ""
+        self._refusals = HostRefusals(worker.address)
         #: Why device memory is not sent to a peer, until the next `cool_down`.
         self._device_failures: dict[str, str] = {}
         #: Why `auto` does not use UCX to a peer, until then.
@@ -166,7 +169,7 @@ class Links:
                 self.traffic.add(link, nbytes, now_s)
                 self.sent.add(
                     path.name,
-                    is_same_host=_without_port(address) == _without_port(link.sender),
+                    is_same_host=host_part(address) == host_part(link.sender),
                     nbytes=nbytes,
                     seconds=now_s - began_s,
                 )
@@ -260,7 +263,7 @@ class Links:
     async def _link_shared(self, address: str, why_not: dict[str, str], call: Call) -> Transport:
         if self._lender is None:
             raise RefusedError(self._no_memory)
-        await _offer(call, "shared", self._lender.descriptor)
+        await self._refusals.ask(address, partial(_offer, call, "shared", self._lender.descriptor))
         return SharedTransport(self._lender, address, why_not)
 
     async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxTransport:
@@ -444,6 +447,7 @@ class Links:
         self._borrower.close()
         self._paths.clear()
         self._on_host.clear()
+        self._refusals.clear()
         self._device_failures.clear()
         self._ucx_failures.clear()
         self._broken.clear()
@@ -480,10 +484,6 @@ async def _device_codecs_with(call: Call) -> Set[int]:
     if not isinstance(theirs, (list, tuple)):
         raise ProtocolError(f"codecs {theirs!r}")
     return frozenset(number for number in ours if number in theirs)
-
-
-def _without_port(address: str) -> str:
-    return address.rpartition(":")[0]
 
 
 def _ports_of(*addresses: str) -> set[int]:

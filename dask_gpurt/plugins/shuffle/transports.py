@@ -1,5 +1,7 @@
 """The transports from this worker to one peer: each sends a message and returns the answer.
 
+`HostRefusals` remembers which hosts have no memory in common with this one.
+
 `shuffle.messages` encodes a message, and `plugins.shuffle.transport_choice` picks the transport.
 Control messages always use Dask's own connections; a transport decides where the payload is.
 """
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.patches.p2p import delivered, to_serialize
 from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
+from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.rate import LinkRate
@@ -26,6 +29,56 @@ Answer = dict[str, Any]
 
 #: Timeout of one message over UCX. A peer that takes longer to make room does not read.
 MESSAGE_DEADLINE_S = 120.0
+
+
+class HostRefusals:
+    """Refusals of shared memory by workers of other hosts; one answer stands for its whole host.
+
+    A cluster of 1,000 workers on 125 hosts would otherwise ask a million times. Workers at this
+    worker's own host name are each asked: some may be in containers, and others not. On the event
+    loop.
+
+    Parameters
+    ----------
+    address
+        Address of this worker.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._own = host_part(address)
+        #: By host, why it refused; an empty text if it did not.
+        self._answers: dict[str, asyncio.Future[str]] = {}
+
+    async def ask(self, address: str, offer: Callable[[], Awaitable[Any]]) -> None:
+        """Make an offer to a peer, unless another worker of its host has refused.
+
+        Raises
+        ------
+        RefusedError
+            The peer refused now, or another worker of its host did earlier.
+        Exception
+            The offer raised it.
+        """
+        host = host_part(address)
+        if host == self._own:
+            await offer()
+            return
+        answer = self._answers.get(host)
+        # Shielded: other links wait for the answer too.
+        if answer is not None and (why_not := await asyncio.shield(answer)):
+            raise RefusedError(why_not)
+        answer = self._answers[host] = asyncio.get_running_loop().create_future()
+        try:
+            await offer()
+        except RefusedError as error:
+            answer.set_result(str(error))
+            raise
+        finally:
+            if not answer.done():
+                answer.set_result("")
+
+    def clear(self) -> None:
+        self._answers.clear()
 
 
 class CommTransport:
@@ -160,6 +213,11 @@ class UcxTransport:
             self._rate.add(readings.after(nbytes))
         else:
             self._rate.add(await asyncio.to_thread(readings.after, nbytes))
+
+
+def host_part(address: str) -> str:
+    """Return an address without its port."""
+    return address.rpartition(":")[0]
 
 
 Transport = CommTransport | SharedTransport | UcxTransport

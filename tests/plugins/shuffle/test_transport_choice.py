@@ -113,6 +113,84 @@ def test_error_of_a_run_is_raised_unchanged():
     with_links(test)
 
 
+# ------------------------------------------------------------------ one question for each host
+
+
+class Elsewhere:
+    """Peers of another host. They answer an offer once the test lets them."""
+
+    def __init__(self):
+        self.offers, self.may_answer = [], asyncio.Event()
+
+    def call(self, address):
+        async def call(data):
+            if "offers" not in data:
+                return {"status": "OK"}
+            self.offers.append(address)
+            await self.may_answer.wait()
+            return {"status": "OK", "ours": None, "why_not": "another host"}
+
+        return call
+
+    async def deliver_to(self, links, addresses):
+        """Send a message to each peer at the same time; return their paths."""
+        sends = (links.deliver(peer, "auto", compose, self.call(peer)) for peer in addresses)
+        await asyncio.gather(*sends)
+        return [links.report()[peer]["path"] for peer in addresses]
+
+
+#: UCX is not used for such workers.
+ENCRYPTED = SimpleNamespace(require_encryption=True)
+THERE = [f"tcp://10.0.0.2:{port}" for port in range(4000, 4008)]
+HERE = [f"tcp://127.0.0.1:{port}" for port in range(4000, 4003)]
+
+
+def test_one_worker_of_another_host_is_asked_for_all():
+    async def test(links):
+        peers = Elsewhere()
+        sending = asyncio.create_task(peers.deliver_to(links, THERE))
+        while not peers.offers:
+            await asyncio.sleep(0)
+        peers.may_answer.set()
+        assert await sending == ["comm"] * len(THERE)
+        assert peers.offers == THERE[:1]
+        reasons = {links.report()[peer]["why_not"]["shared"] for peer in THERE}
+        assert reasons == {"another host"}
+        links.cool_down()
+        await peers.deliver_to(links, THERE)
+        assert len(peers.offers) == 2
+
+    with_links(test, security=ENCRYPTED)
+
+
+def test_each_worker_of_the_own_host_is_asked():
+    """Some of them may run in containers, others not."""
+
+    async def test(links):
+        peers = Elsewhere()
+        peers.may_answer.set()
+        await peers.deliver_to(links, HERE)
+        assert sorted(peers.offers) == HERE
+
+    with_links(test, security=ENCRYPTED)
+
+
+def test_an_error_is_no_refusal_of_the_host():
+    async def test(links):
+        peers = Elsewhere()
+        peers.may_answer.set()
+
+        async def failing(data):
+            raise RunIsOver
+
+        with pytest.raises(RunIsOver):
+            await links.deliver(THERE[0], "auto", compose, failing)
+        await peers.deliver_to(links, THERE[1:])
+        assert peers.offers == THERE[1:2]
+
+    with_links(test, security=ENCRYPTED)
+
+
 # ------------------------------------------------------------------ a path on which nothing arrives
 
 
