@@ -161,9 +161,12 @@ class CollectiveSettings:
     ----------
     enabled
         Whether replicas that a client asks for are broadcast, and stay.
+    order
+        "stock" or "any": the order in which reductions combine floats.
     """
 
     enabled: bool
+    order: str
 
 
 #: The value of `gpurt.topology.file` for machines that workers report.
@@ -314,7 +317,10 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             enabled=_flag(get, "placement.enabled"),
             policy=_choice(get, "placement.policy"),
         ),
-        collectives=CollectiveSettings(enabled=_flag(get, "collectives.enabled")),
+        collectives=CollectiveSettings(
+            enabled=_flag(get, "collectives.enabled"),
+            order=_choice(get, "collectives.order"),
+        ),
         topology=TopologySettings(file, text, probe=_switch(get, "topology.probe")),
     )
 

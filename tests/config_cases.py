@@ -39,7 +39,7 @@ DEFAULTS = Settings(
         replace_dask_cuda=False,
     ),
     devices=DeviceSettings(shape_launches=False),
-    collectives=CollectiveSettings(enabled=True),
+    collectives=CollectiveSettings(enabled=True, order="stock"),
     placement=PlacementSettings(enabled=True, policy="auto"),
     topology=TopologySettings(file="auto", text=None, probe="auto"),
 )

@@ -378,7 +378,7 @@ def test_settings_survive_serialization():
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),
         devices=DeviceSettings(shape_launches=True),
-        collectives=CollectiveSettings(enabled=False),
+        collectives=CollectiveSettings(enabled=False, order="any"),
     )
     plain = settings.to_plain()
     assert leaves(plain) == {
@@ -404,6 +404,7 @@ def test_settings_survive_serialization():
         "placement.enabled": False,
         "placement.policy": "stock",
         "collectives.enabled": False,
+        "collectives.order": "any",
         "topology.file": "machines.yaml",
         "topology.text": "hosts: []",
         "topology.probe": "off",

@@ -70,6 +70,7 @@ def test_every_setting_is_read():
         "placement.enabled": False,
         "placement.policy": "stock",
         "collectives.enabled": False,
+        "collectives.order": "any",
         "topology.file": str(config.DEFAULTS_PATH),
         "topology.probe": "off",
     }

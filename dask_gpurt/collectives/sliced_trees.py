@@ -47,7 +47,13 @@ class Slicing:
 
 
 def choose(
-    n_values: Sequence[int], n_trees: int, nbytes: int, width: int, n_workers: int, rate: float
+    n_values: Sequence[int],
+    n_trees: int,
+    nbytes: int,
+    width: int,
+    n_workers: int,
+    rate: float,
+    least_level: int = 0,
 ) -> Slicing:
     """Choose the level and the number of slices with which a tree takes least.
 
@@ -63,9 +69,11 @@ def choose(
         Elements along the axis that is cut.
     rate
         Bytes a second from one worker to another.
+    least_level
+        Lower levels combine values of one worker, and stay as they are.
     """
     n_levels = len(n_values) - 1
-    level = 0
+    level = least_level
     while level < n_levels and n_values[level + 1] * n_trees >= n_workers:
         level += 1
     levels = [*zip(n_values[level:], n_values[level + 1 :], strict=False)]

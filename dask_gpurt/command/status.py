@@ -101,6 +101,7 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         rows += [("collectives", _collectives(groups))]
     if (cut := found.get("reductions")) and cut["sliced"] + cut["piecewise"]:
         said = f"{cut['sliced']} in {cut['slices']} slices, {cut['piecewise']} of whole values"
+        said += f"; {cut['held']} begin where workers hold the chunks" if cut["held"] else ""
         rows += [("reductions", said)]
     lines = aligned(rows, width=width)
     totals = found["totals"]

@@ -166,7 +166,9 @@ class GpurtScheduler(SchedulerPlugin):
         ]
         if self.settings.collectives.enabled:
             reported = self._wait_for_reports
-            self.collectives = ClusterCollectives(scheduler, self.ready, reported)
+            self.collectives = ClusterCollectives(
+                scheduler, self.ready, reported, lambda: self.settings.collectives.order == "any"
+            )
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True

@@ -25,6 +25,8 @@ class ClusterCollectives:
         Addresses of workers that run the runtime.
     reported
         Waits until workers that join have said whether they are ready.
+    may_reorder
+        Returns whether reductions may combine floats in another order than Dask's.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class ClusterCollectives:
         scheduler: Scheduler,
         ready: Collection[str],
         reported: Callable[[], Awaitable[None]],
+        may_reorder: Callable[[], bool],
     ) -> None:
         self.broadcaster = Broadcaster(scheduler, ready)
         self.gangs = Gangs(scheduler, ready, reported)
-        self.reductions = SlicedReductions(scheduler)
+        self.reductions = SlicedReductions(scheduler, may_reorder)
 
     def uninstall(self) -> None:
         """Restore stock Dask's functions, and end what goes on."""

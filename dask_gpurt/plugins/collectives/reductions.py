@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.collectives import sliced_trees
 from dask_gpurt.collectives.sliced_trees import Slicing
 from dask_gpurt.collectives.slicing import ALIGNMENT
+from dask_gpurt.plugins.patches.graphs import held_trees
 from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
 from dask_gpurt.plugins.patches.graphs.reduction_layers import Tree, TreeWriter, trees
 
@@ -24,13 +27,39 @@ if TYPE_CHECKING:
 _MOST_REMEMBERED = 1000
 
 
-class SlicedReductions:
-    """The reductions of one cluster, until `uninstall`."""
+@dataclass(frozen=True)
+class _Written:
+    """How a tree was written.
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._chosen: OrderedDict[str, tuple[int, dict[Any, int]]] = OrderedDict()
-        self.n_sliced = self.n_piecewise = self.n_slices = 0
+    Attributes
+    ----------
+    levels
+        Levels that begin where its values are; None if it has the levels that Dask gave it.
+    level
+        The first level that combines slices.
+    n_slices
+        The number of slices of each chunk of the result.
+    """
+
+    levels: held_trees.Levels | None
+    level: int
+    n_slices: dict[Any, int]
+
+
+class SlicedReductions:
+    """The reductions of one cluster, until `uninstall`.
+
+    Parameters
+    ----------
+    may_reorder
+        Returns whether values may be combined in another order than Dask's where that changes last
+        bits.
+    """
+
+    def __init__(self, scheduler: Scheduler, may_reorder: Callable[[], bool]) -> None:
+        self._scheduler, self._may_reorder = scheduler, may_reorder
+        self._chosen: OrderedDict[str, _Written] = OrderedDict()
+        self.n_sliced = self.n_piecewise = self.n_slices = self.n_held = 0
         self.seconds = self.whole_s = 0.0
         self._swap = GraphSwap(scheduler, self.rewrite)
 
@@ -44,6 +73,7 @@ class SlicedReductions:
             "sliced": self.n_sliced,
             "slices": self.n_slices,
             "piecewise": self.n_piecewise,
+            "held": self.n_held,
             "seconds": self.seconds,
             "stock_seconds": self.whole_s,
         }
@@ -58,43 +88,63 @@ class SlicedReductions:
         return graph
 
     def _written(self, graph: HighLevelGraph, tree: Tree) -> HighLevelGraph:
-        blocks = {block: tree.shape(block) for block in tree.blocks()}
+        shapes = {block: tree.shape(block) for block in tree.blocks()}
         large = {
             block: shape
-            for block, shape in blocks.items()
+            for block, shape in shapes.items()
             if math.prod(shape) * tree.itemsize >= sliced_trees.LEAST_NBYTES
         }
-        level, n_slices = self._choice(graph, tree, large, len(blocks))
-        writer = TreeWriter(graph, tree, level)
+        name = tree.name
+        # A task that the scheduler has must keep its inputs. So a tree is always written as it was
+        # written first, also if workers came, or hold other values now.
+        if (chosen := self._chosen.get(name)) is not None:
+            self._chosen.move_to_end(name)
+        elif any(tree.result_key(block) in self._scheduler.tasks for block in large):
+            chosen = _Written(None, len(tree.levels), dict.fromkeys(large, 1))
+        levels = chosen.levels if chosen is not None else self._held_levels(graph, tree)
+        if levels is not None:
+            graph, tree = held_trees.rewritten(graph, tree, levels)
+        if chosen is None:
+            chosen = self._chosen[name] = self._choice(graph, tree, levels, large, len(shapes))
+            while len(self._chosen) > _MOST_REMEMBERED:
+                self._chosen.popitem(last=False)
+        writer = TreeWriter(graph, tree, chosen.level)
         for block, shape in large.items():
-            writer.write(block, tree.kept[_longest(shape)], n_slices[block])
+            writer.write(block, tree.kept[_longest(shape)], chosen.n_slices[block])
         return writer.graph(graph)
 
-    def _choice(
-        self, graph: HighLevelGraph, tree: Tree, large: dict[Any, Any], n_trees: int
-    ) -> tuple[int, dict[Any, int]]:
-        """Return the first level in slices, and the number of slices of each chunk of the result.
+    def _held_levels(self, graph: HighLevelGraph, tree: Tree) -> held_trees.Levels | None:
+        if not tree.is_exact and not self._may_reorder():
+            return None
+        return held_trees.held_levels(graph, tree, self._scheduler.tasks)
 
-        A task that the scheduler has must keep its inputs. So a tree is always cut as it was cut
-        first, also if the number of workers has changed.
-        """
-        if (chosen := self._chosen.get(tree.name)) is not None:
-            self._chosen.move_to_end(tree.name)
-            return chosen
+    def _choice(
+        self,
+        graph: HighLevelGraph,
+        tree: Tree,
+        levels: held_trees.Levels | None,
+        large: dict[Any, Any],
+        n_trees: int,
+    ) -> _Written:
         n_values = tree.n_values(graph)
-        if any(tree.result_key(block) in self._scheduler.tasks for block in large):
-            return len(n_values), dict.fromkeys(large, 1)
-        found = {block: self._slicing(tree, n_values, n_trees, large[block]) for block in large}
+        least_level = len(next(iter(levels.values()))[0]) if levels is not None else 0
+        found = {
+            block: self._slicing(tree, n_values, n_trees, large[block], least_level)
+            for block in large
+        }
         level = min(one.level for one in found.values())
         n_slices = {block: one.n_slices for block, one in found.items()}
         self._count(found.values())
-        self._chosen[tree.name] = level, n_slices
-        while len(self._chosen) > _MOST_REMEMBERED:
-            self._chosen.popitem(last=False)
-        return level, n_slices
+        self.n_held += levels is not None
+        return _Written(levels, level, n_slices)
 
     def _slicing(
-        self, tree: Tree, n_values: list[int], n_trees: int, shape: tuple[int, ...]
+        self,
+        tree: Tree,
+        n_values: list[int],
+        n_trees: int,
+        shape: tuple[int, ...],
+        least_level: int,
     ) -> Slicing:
         return sliced_trees.choose(
             n_values,
@@ -103,6 +153,7 @@ class SlicedReductions:
             width=shape[_longest(shape)],
             n_workers=len(self._scheduler.workers),
             rate=self._scheduler.bandwidth,
+            least_level=least_level,
         )
 
     def _count(self, found: Any) -> None:

@@ -12,7 +12,8 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Worker
+from dask.core import flatten
+from distributed import Worker, futures_of, wait
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
@@ -121,6 +122,61 @@ async def test_status_counts_reductions(c, s, *workers):
     await c.gather(c.compute([blocks().sum(axis=0), blocks(2).max(axis=0)]))
     text = as_text({**await dask_gpurt.status(c), "scheduler": s.address})
     assert "1 in 4 slices, 1 of whole values" in text
+
+
+async def received_of_sum(c, s, workers, dtype):
+    """Return the bytes that a sum of 16 held blocks moves, in blocks, and the blocks' sum."""
+    values = np.random.default_rng(2).normal(size=(16, N)).cumsum(axis=0) * 1e3
+    array = da.from_array(values.astype(dtype), chunks=(1, -1))
+    # Neighbours are on different workers.
+    keys = [*flatten(array.__dask_keys__())]
+    at = {key: workers[number % N_WORKERS].address for number, key in enumerate(keys)}
+    with dask.annotate(workers=lambda key: [at[key]]):
+        array = array.map_blocks(np.copy, name="held")
+    at |= {("held", *key[1:]): address for key, address in at.items()}
+    array = c.persist(array, optimize_graph=False)
+    await wait(array)
+    assert all(s.tasks[key].who_has == {s.workers[at[key]]} for key in at if key[0] == "held")
+    for worker in workers:
+        worker.transfer_incoming_log.clear()
+    total = array.sum(axis=0)
+    found = await c.compute(total)
+    moved = sum(one["total"] for worker in workers for one in worker.transfer_incoming_log)
+    assert np.allclose(found, values.astype(dtype).sum(axis=0))
+    return moved / found.nbytes
+
+
+@on_cluster()
+async def test_integers_are_combined_where_they_are(c, s, *workers):
+    """One value of each worker crosses a link, in slices, and then the result."""
+    assert await received_of_sum(c, s, workers, "i8") <= N_WORKERS
+    assert report(s)["held"] == 1
+    text = as_text({**await dask_gpurt.status(c), "scheduler": s.address})
+    assert "1 begin where workers hold the chunks" in text
+
+
+@on_cluster()
+async def test_floats_are_combined_in_the_order_of_stock_dask(c, s, *workers):
+    assert await received_of_sum(c, s, workers, "f8") > 2 * N_WORKERS
+    assert report(s)["held"] == 0
+
+
+@on_cluster(n_workers=2)
+async def test_a_tree_stays_as_it_was_written_first(c, s, *workers):
+    array = c.persist(da.ones((6, N), chunks=(1, -1), dtype="i8"))
+    await wait(array)
+    total = array.sum(axis=0)
+    rewrite = s.plugins["gpurt"].collectives.reductions.rewrite
+    first = rewrite(total.dask, total.__dask_keys__())
+    await c.replicate(futures_of(array), n=2)
+    again = rewrite(total.dask, total.__dask_keys__())
+    assert again.keys() == first.keys() and report(s)["held"] == 1
+
+
+@on_cluster(**{"gpurt.collectives.order": "any"})
+async def test_floats_are_combined_where_they_are_if_allowed(c, s, *workers):
+    assert await received_of_sum(c, s, workers, "f8") <= N_WORKERS
+    assert report(s)["held"] == 1
 
 
 @on_cluster(n_workers=2)

@@ -82,6 +82,8 @@ class Tree:
         Chunks of the array of chunk results.
     itemsize
         Bytes of an element of the result.
+    is_exact
+        Whether values combined in another order give the same bits.
     """
 
     leaf: str
@@ -90,6 +92,7 @@ class Tree:
     keepdims: bool
     chunks: tuple[tuple[int, ...], ...]
     itemsize: int
+    is_exact: bool
 
     @property
     def name(self) -> str:
@@ -114,6 +117,16 @@ class Tree:
         """Yield the number of each chunk of the result along the axes that are not reduced."""
         yield from product(*(range(len(self.chunks[axis])) for axis in self.kept))
 
+    def leaves(self, block: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield the number along each axis of all values that make a chunk of the result."""
+        at = dict(zip(self.kept, block, strict=True))
+        yield from product(
+            *(
+                [at[axis]] if axis in at else range(len(lengths))
+                for axis, lengths in enumerate(self.chunks)
+            )
+        )
+
     def shape(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a chunk of the result, without the reduced axes."""
         return tuple(self.chunks[axis][one] for axis, one in zip(self.kept, block, strict=True))
@@ -127,7 +140,7 @@ class Tree:
 
     def n_values(self, graph: HighLevelGraph) -> list[int]:
         """Return the number of values before each level, for one chunk of the result; then 1."""
-        below = [len(_mapping(graph, name)) // self.n_blocks for name in self.levels]
+        below = [len(mapping_of(graph, name)) // self.n_blocks for name in self.levels]
         return [math.prod(len(self.chunks[axis]) for axis in self.axes), *below]
 
 
@@ -184,16 +197,18 @@ def _tree(
     axes, keepdims = level
     if chunks is None or not all(axis < len(chunks) for axis in axes):
         return None
-    tree = Tree(leaf, tuple(names), axes, keepdims, chunks, said["dtype"].itemsize)
+    is_exact = all(_is_exact(graph.layers[one]) for one in names)
+    tree = Tree(leaf, tuple(names), axes, keepdims, chunks, said["dtype"].itemsize, is_exact)
     # The program may want values of an inner level, which are not results.
-    return tree if len(_mapping(graph, name)) == tree.n_blocks else None
+    return tree if len(mapping_of(graph, name)) == tree.n_blocks else None
 
 
 def _only(names: Any) -> str | None:
     return next(iter(names)) if len(names) == 1 else None
 
 
-def _mapping(graph: HighLevelGraph, name: str) -> Mapping[Any, Any]:
+def mapping_of(graph: HighLevelGraph, name: str) -> Mapping[Any, Any]:
+    """Return the tasks of a level of a tree, by key."""
     layer = graph.layers[name]
     assert isinstance(layer, MaterializedLayer)
     return layer.mapping
@@ -214,16 +229,31 @@ def _level(layer: Any) -> tuple[tuple[int, ...], bool] | None:
     task = next(iter(layer.mapping.values()), None)
     if type(task) is not tuple or len(task) != 2 or not isinstance(task[1], list):
         return None
-    function, said = task[0], _functions()
-    if (first := getattr(function, "first", None)) is not None:
-        if _function(first)[0] is not said[2] or len(function.funcs) != 1:
-            return None
-        function = function.funcs[0]
-    plain, options = _function(function)
+    plain, options = _combining(task[0])
     axes = options.get("axis")
-    if plain not in said[1] or not isinstance(axes, tuple) or not axes:
+    if plain not in _functions()[1] or not isinstance(axes, tuple) or not axes:
         return None
     return tuple(sorted(axes)), bool(options.get("keepdims"))
+
+
+def _combining(function: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function of a task of a tree, without the join before it, and its keywords."""
+    if (first := getattr(function, "first", None)) is not None:
+        if _function(first)[0] is not _functions()[2] or len(function.funcs) != 1:
+            return None, {}
+        function = function.funcs[0]
+    return _function(function)
+
+
+def _is_exact(layer: Any) -> bool:
+    """Return whether the order in which a level combines values changes no bit."""
+    from dask.array import reductions
+
+    # A mean and moments have floats inside.
+    averages = {reductions.mean_combine, reductions.mean_agg}
+    averages |= {reductions.moment_combine, reductions.moment_agg}
+    plain, _ = _combining(next(iter(layer.mapping.values()))[0])
+    return layer.collection_annotations["dtype"].kind in "biu" and plain not in averages
 
 
 def _function(function: Any) -> tuple[Any, dict[str, Any]]:
@@ -254,7 +284,7 @@ class TreeWriter:
 
     def __init__(self, graph: HighLevelGraph, tree: Tree, level: int) -> None:
         self._tree, self._level = tree, level
-        self._old = [_mapping(graph, name) for name in tree.levels]
+        self._old = [mapping_of(graph, name) for name in tree.levels]
         self._whole: list[dict[Any, Any]] = [dict(one) for one in self._old]
         self._sliced: dict[Any, Any] = {}
         self._operation = tree.name.rpartition("-")[0].removesuffix("-aggregate")
