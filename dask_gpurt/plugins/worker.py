@@ -387,6 +387,7 @@ class Attachment:
         self._worker = worker
         self.state = state = runtime_of(worker)
         state.attach()
+        state.links.transport = settings.shuffle.transport
         self._lookup = RunLookup(
             worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
         )

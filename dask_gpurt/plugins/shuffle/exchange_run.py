@@ -141,6 +141,7 @@ class ExchangeRun:
         self.figures = RunFigures(self.id, run_id, kind, self.start_time)
         self._tenant = Tenant()
         state.begin_run(self)
+        state.links.transport = settings.transport
         self._spilling = state.lanes.spill
 
     def __repr__(self) -> str:

@@ -84,6 +84,8 @@ class Links:
 
     def __init__(self, worker: Worker, keep_nbytes: int) -> None:
         self._worker = worker
+        #: `gpurt.shuffle.transport` as this worker heard it last. Broadcasts and groups use it too.
+        self.transport = "auto"
         self.connections = PeerConnections(worker)
         self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
         #: By transport, the peers whose path leads through this host's memory. Kept current: every

@@ -87,6 +87,15 @@ async def test_slices_pass_each_card_once(c, s, *workers):
     assert len({receiver for _, receiver in links}) == 2
 
 
+@on_cluster(**{"gpurt.shuffle.transport": "comm"})
+async def test_the_transport_of_shuffles_holds_for_broadcasts(c, s, *workers):
+    future = c.submit(np.ones, N, workers=[workers[0].address])
+    await future
+    await c.replicate(future)
+    links = [one for worker in workers for one in runtime_of(worker).links.report().values()]
+    assert report(s)["values"] == 1 and {one["path"] for one in links} == {"comm"}
+
+
 @on_cluster()
 async def test_small_values_are_left_to_stock_dask(c, s, *workers):
     future = await c.scatter(1, broadcast=True)

@@ -115,11 +115,11 @@ async def refuse(self, *_):
     raise TransportError("not in this test")
 
 
-def check_all_operations():
+def check_all_operations(**more):
     """Run all operations between ranks; return the transports that they took."""
     found = set()
 
-    @on_cluster(TWO)
+    @on_cluster(TWO, **more)
     async def run(c, s, *workers):
         async with Communicator(c) as comm:
             one, two = await c.gather(await comm.run(all_operations, None, [100, 150_000], "i8"))
@@ -137,6 +137,10 @@ def test_values_cross_connections_whole(monkeypatch):
     monkeypatch.setattr(Links, "_link_shared", refuse)
     monkeypatch.setattr(Links, "_link_ucx", refuse)
     assert check_all_operations() == {"comm"}
+
+
+def test_the_transport_of_shuffles_holds_for_groups():
+    assert check_all_operations(**{"gpurt.shuffle.transport": "comm"}) == {"comm"}
 
 
 def test_damaged_slices_are_sent_again(monkeypatch):

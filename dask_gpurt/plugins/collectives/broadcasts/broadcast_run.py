@@ -170,7 +170,7 @@ class BroadcastRun:
                 address, "gpurt_broadcast_slice", name=self.name, **data
             )
 
-        await self._links.deliver(address, "auto", compose, call)
+        await self._links.deliver(address, self._links.transport, compose, call)
         if self._hosts[peer] == self._hosts[self._rank]:
             self._n_read[number] += 1
             if self._n_read[number] >= self._n_readers:

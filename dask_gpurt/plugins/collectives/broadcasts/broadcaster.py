@@ -229,6 +229,7 @@ class _SchedulerLinks:
     """The links of the scheduler: Dask's own connections. As `Links`, for a `BroadcastRun`."""
 
     is_local = False
+    transport = "comm"
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -217,7 +217,7 @@ class GroupMember:
 
         for _ in range(N_TRIES):
             try:
-                await self.links.deliver(address, "auto", compose, call)
+                await self.links.deliver(address, self.links.transport, compose, call)
                 return
             except OSError as error:
                 failed, is_again = error, True
