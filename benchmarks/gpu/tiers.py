@@ -49,11 +49,11 @@ def run(report: Report) -> None:
     n_many = WORKING_NBYTES // VALUE_NBYTES
     exceeds = measure(device, pool, n_many, back, PASSES)
     report(compare(fits, exceeds, n_many * VALUE_NBYTES))
-    report(load_row(exceeds, copy_gb_per_s(device, back)))
+    report(load_row(exceeds, pinned_copy_gb_per_s(device, back)))
     device.close()
 
 
-def copy_gb_per_s(device: Device, pinned: np.ndarray) -> float:
+def pinned_copy_gb_per_s(device: Device, pinned: np.ndarray) -> float:
     """Return the rate of plain copies from pinned memory to the device."""
     stream = device.stream("plain copies")
     target = device.allocate(pinned.nbytes, stream)

@@ -83,7 +83,7 @@ def local_facts() -> GpuFacts:
     )
 
 
-#: Values get at least this share of their room, whatever shards take.
+#: Values get at least this share of their room, whatever shards and unmanaged memory take.
 LEAST_SHARE = 0.25
 
 

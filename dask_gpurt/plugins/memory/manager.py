@@ -32,7 +32,7 @@ from dask_gpurt.memory.decisions.residency import Residency, Value
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
 from dask_gpurt.plugins.memory.get_data import DataServer
-from dask_gpurt.plugins.memory.gpu_store import is_on_device
+from dask_gpurt.plugins.memory.gpu_store import LEAST_SHARE, is_on_device
 from dask_gpurt.plugins.memory.handback import Returned, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.patches import worker_memory
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: Least share of the store's room, however much unmanaged memory there is.
-MIN_SHARE = 0.25
 #: Wait after which a warning says that values cannot be read for lack of memory.
 WARN_S = 3.0
 #: For each thread: tasks ahead of the running one whose inputs may be prefetched.
@@ -374,7 +372,7 @@ class ManagedMemory:
                 unmanaged_nbytes = max(0, int(median(self._unmanaged)))
                 room = min(room, self._spill_nbytes - unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
-        self.store.set_capacity(max(room, int(MIN_SHARE * self._target_nbytes)))
+        self.store.set_capacity(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
         self.store.retry(now)
         self._check_failed_reads(now)
