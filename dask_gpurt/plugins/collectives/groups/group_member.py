@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dask_gpurt.devices.host_memory.pool import HostPool
     from dask_gpurt.plugins.collectives.groups.group_messages import Subject
     from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
+from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
     from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
@@ -217,7 +218,14 @@ class GroupMember:
 
         for _ in range(N_TRIES):
             try:
-                await self.links.deliver(address, "auto", compose, call)
+                await entered(
+                    self.links.ledger,
+                    lambda composing: self.links.deliver(address, "auto", composing, call),
+                    compose,
+                    address,
+                    "group",
+                    COLLECTIVE,
+                )
                 return
             except OSError as error:
                 failed, is_again = error, True
