@@ -100,7 +100,7 @@ class WorkerRuntime:
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes), self.ledger)
         #: Peers that sent messages lately.
         self.senders = RecentSenders(memory_nbytes)
-        self._send_budget = SendBudget(0)
+        self.outgoing_budget = SendBudget(0)
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
         self._runs: set[RunLike] = set()
@@ -149,8 +149,8 @@ class WorkerRuntime:
 
     def send_budget(self, settings: ShuffleSettings) -> SendBudget:
         """Return the budget for shards that wait to be sent, shared by all runs."""
-        self._send_budget.limit_nbytes = settings.in_flight_nbytes(self._memory_limit_nbytes())
-        return self._send_budget
+        self.outgoing_budget.limit_nbytes = settings.in_flight_nbytes(self._memory_limit_nbytes())
+        return self.outgoing_budget
 
     def release_memory(self, over_nbytes: int) -> None:
         """Release `over_nbytes`: trim the pools, then spill shards. Runs in a worker thread.

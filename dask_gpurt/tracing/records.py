@@ -34,7 +34,7 @@ _RECORD = struct.Struct("<BBHHHIIIIIQdd")
 FIELDS = np.dtype(
     [
         ("kind", "u1"),
-        ("count", "u1"),
+        ("n", "u1"),
         ("lane", "<u2"),
         ("way", "<u2"),
         ("thread", "<u2"),
@@ -216,7 +216,7 @@ class DecodedEvents(NamedTuple):
     problem: str = ""
 
 
-def decode(data: bytes | memoryview) -> DecodedEvents:
+def decode(data: bytes | bytearray | memoryview) -> DecodedEvents:
     """Return the events in a file, up to the first block that is damaged."""
     view = memoryview(data)
     texts: list[str] = []

@@ -164,9 +164,8 @@ class EventRecorder:
     def _encode(self, item: LedgerEntry | Encode) -> None:
         if not isinstance(item, LedgerEntry):
             return item(self._encoder)
-        *fields, key, thread = item
-        number = 0 if key is None else self.key_number(key)
-        self._encoder.work(*fields, number, thread)
+        number = 0 if item.key is None else self.key_number(item.key)
+        self._encoder.work(*item[:-2], number, item.thread)
 
     def _end(self, why: str) -> None:
         """End the recording for good. What the file has stays."""

@@ -21,6 +21,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, S
 from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan, OperationRun
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
+from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from dask_gpurt.devices.host_memory.pool import HostPool
     from dask_gpurt.plugins.collectives.groups.group_messages import Subject
     from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
-from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
     from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
