@@ -1,6 +1,6 @@
 """Files of all workers and of the scheduler, brought together into one `Trace`.
 
-Times of workers become times of the scheduler (`tracing.clock`). Runs of tasks on workers find the
+Times of workers become times of the scheduler (`tracing.clocks`). Runs of tasks on workers find the
 same runs on the scheduler, and each receive finds its send. No arrow points backwards: what still
 arrives before it was sent moves by the least.
 """
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.tracing import records
-from dask_gpurt.tracing.clock import ClockExchange, ClockFit, fit, shifts
+from dask_gpurt.tracing.clocks import ClockExchange, ClockFit, fit, shifts
 from dask_gpurt.tracing.events import (
     RECEIVE,
     RELAY,

@@ -1,4 +1,4 @@
-"""Exchanges of clocks between the scheduler and workers, while a trace is on (`tracing.clock`)."""
+"""Exchanges of clocks between the scheduler and workers, while a trace is on (`tracing.clocks`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from dask_gpurt.plugins.tracing.worker_trace import WorkerTrace
-from dask_gpurt.tracing.clock import ClockExchange
+from dask_gpurt.tracing.clocks import ClockExchange
 
 if TYPE_CHECKING:
     from distributed import Scheduler

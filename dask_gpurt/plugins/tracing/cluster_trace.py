@@ -24,7 +24,7 @@ from dask_gpurt.errors import ActivationError, TracingError
 from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.tracing.trace_session import TraceSession
 from dask_gpurt.tracing import files, merge
-from dask_gpurt.tracing.clock import ClockExchange
+from dask_gpurt.tracing.clocks import ClockExchange
 from dask_gpurt.tracing.events import Trace
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from uuid import uuid4
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
-from dask_gpurt.tracing.clock import ClockExchange
+from dask_gpurt.tracing.clocks import ClockExchange
 
 #: Begins the reason why a worker's events are missing, or are not all there.
 LOST = "lost"
