@@ -11,10 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from os import PathLike
+    from typing import Literal
+
     from distributed import Client
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "explain", "progress", "status"]
+__all__ = ["__version__", "disable", "enable", "explain", "progress", "status", "trace"]
 
 
 def enable(client: Client) -> Any:
@@ -188,6 +191,55 @@ def progress(client: Client) -> Any:
     from dask_gpurt.command.live.live_progress import LiveProgress
 
     return LiveProgress(client)
+
+
+def trace(
+    client: Client, path: str | PathLike[str], keys: Literal["prefix", "full"] = "prefix"
+) -> Any:
+    """Trace the cluster while a block runs, and write the trace to a file when it ends.
+
+    The file has tasks with their dependencies, messages, copies, reads and writes of all workers on
+    one clock. Open it at ui.perfetto.dev. The block runs as without it, errors included. With the
+    runtime off, the trace has tasks and samples alone, and a warning says so.
+
+    Parameters
+    ----------
+    client : distributed.Client
+        A connected client.
+    path : str or PathLike
+        File to write.
+    keys : {"prefix", "full"}
+        Whether the file has only the prefixes of keys, such as ``read-parquet``, or whole keys.
+        Keys may hold user data.
+
+    Returns
+    -------
+    context manager
+        For `with`. With an asynchronous client, for `async with`.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected, or the scheduler has another version of this package or none.
+        Raised where the block begins.
+    TraceInProgressError
+        This cluster is being traced already. Raised where the block begins.
+    TracingError
+        The trace was lost: the client was closed in the block, or the scheduler does not answer.
+        Raised where the block ends, unless the block raised an error itself.
+
+    See Also
+    --------
+    progress : Watch a block of a program.
+
+    Examples
+    --------
+    >>> with dask_gpurt.trace(client, "shuffle.json.gz"):
+    ...     shuffled = df.shuffle("name").compute()
+    """
+    from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+
+    return ClusterTrace(client, path, keys)
 
 
 def explain(client: Client, key: Any) -> Any:

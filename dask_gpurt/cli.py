@@ -290,5 +290,47 @@ def demo(
     )
 
 
+@gpurt.command(context_settings=_CONTEXT)
+@_of_cluster
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Length of the trace.",
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("gpurt-trace.json.gz"),
+    show_default=True,
+    metavar="FILE",
+    help="File to write.",
+)
+@click.option(
+    "--keys",
+    type=click.Choice(["prefix", "full"]),
+    default="prefix",
+    show_default=True,
+    help="Whether the file has whole keys of tasks, which may hold user data.",
+)
+def trace(
+    scheduler: str | None, scheduler_file: Path | None, seconds: float, out: Path, keys: Any
+) -> None:
+    """Trace a running cluster: tasks, messages, reads and writes of all workers on one clock.
+
+    Open the file at ui.perfetto.dev. Ctrl-C ends the trace early and still writes the file. Exits
+    with 1 if events of some worker are missing.
+    """
+    from dask_gpurt.command.traces.trace_command import TraceCommandError, record
+
+    try:
+        code = record(scheduler, scheduler_file, seconds, out, keys)
+    except TraceCommandError as error:
+        code = _fail("trace", error)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     gpurt(prog_name="dask gpurt")

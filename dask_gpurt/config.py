@@ -169,6 +169,13 @@ class CollectiveSettings:
     order: str
 
 
+@dataclass(frozen=True)
+class TraceSettings:
+    """Settings of traces. Each worker records so many bytes at most."""
+
+    limit_nbytes: int
+
+
 #: The value of `gpurt.topology.file` for machines that workers report.
 DISCOVERED = "auto"
 
@@ -204,6 +211,7 @@ class Settings:
     placement: PlacementSettings
     collectives: CollectiveSettings
     topology: TopologySettings
+    trace: TraceSettings
 
     def to_plain(self) -> dict[str, Any]:
         """Return the settings as plain values, for a message."""
@@ -247,12 +255,14 @@ _SECTIONS: dict[str, type[Any]] = {
     "placement": PlacementSettings,
     "collectives": CollectiveSettings,
     "topology": TopologySettings,
+    "trace": TraceSettings,
 }
-#: Attribute of `Settings` for each key that differs from its attribute's name.
+#: Attribute of `Settings` for each key with another name.
 _FIELDS = {
     "shuffle.message-size": "shuffle.message_nbytes",
     "memory.disk-limit": "memory.disk_limit_nbytes",
     "memory.compressed": "memory.compressed_nbytes",
+    "trace.limit": "trace.limit_nbytes",
 }
 
 
@@ -322,6 +332,7 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             order=_choice(get, "collectives.order"),
         ),
         topology=TopologySettings(file, text, probe=_switch(get, "topology.probe")),
+        trace=TraceSettings(_nbytes(get, "trace.limit")),
     )
 
 

@@ -20,6 +20,8 @@
     ├── CollectiveError (RuntimeError)      an operation of a group of ranks cannot go on
     │   ├── RankLostError                   ... because the worker of a rank is gone
     │   └── GangError                       ... or the ranks cannot run at the same time
+    ├── TracingError (RuntimeError)         a trace of a cluster cannot begin or go on
+    │   └── TraceInProgressError            ... because another trace is on
     └── SimulationError (RuntimeError)      a simulation cannot finish
         └── TraceError (ValueError)         a recorded workload cannot be replayed
 
@@ -121,6 +123,14 @@ class RankLostError(CollectiveError):
 
 class GangError(CollectiveError):
     """The ranks of a group cannot run at the same time. None of them has begun its step."""
+
+
+class TracingError(GpurtError, RuntimeError):
+    """A trace of a cluster cannot begin, or cannot go on."""
+
+
+class TraceInProgressError(TracingError):
+    """A cluster is traced already. It can have one trace at a time."""
 
 
 class SimulationError(GpurtError, RuntimeError):

@@ -10,6 +10,7 @@ from dask_gpurt.config import (
     Settings,
     ShuffleSettings,
     TopologySettings,
+    TraceSettings,
 )
 
 MIB = 1 << 20
@@ -42,6 +43,7 @@ DEFAULTS = Settings(
     collectives=CollectiveSettings(enabled=True, order="stock"),
     placement=PlacementSettings(enabled=True, policy="auto"),
     topology=TopologySettings(file="auto", text=None, probe="auto"),
+    trace=TraceSettings(limit_nbytes=GIB),
 )
 
 

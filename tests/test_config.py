@@ -408,6 +408,7 @@ def test_settings_survive_serialization():
         "topology.file": "machines.yaml",
         "topology.text": "hosts: []",
         "topology.probe": "off",
+        "trace.limit_nbytes": GIB,
     }
     assert Settings.from_plain(plain) == settings
     assert Settings.from_plain(pickle.loads(pickle.dumps(plain))) == settings

@@ -73,6 +73,7 @@ def test_every_setting_is_read():
         "collectives.order": "any",
         "topology.file": str(config.DEFAULTS_PATH),
         "topology.probe": "off",
+        "trace.limit": 7,
     }
     assert set(changed) == set(leaves(config.defaults()))
     for key, value in changed.items():

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 #: Lanes of tasks on any device, and of sending and receiving.
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -35,6 +35,14 @@ class LedgerEntry(NamedTuple):
         Bytes moved; 0 if none.
     start_s, end_s
         Start and end on the ledger's clock.
+    peer, way
+        Address of the other worker and the transport, of a message.
+    run, message
+        Numbers of the shuffle run and of the message, counted by its sender; 0 without one.
+    key
+        Key of the task that did the work, or that the work is for.
+    thread
+        Identifier of the thread; 0 means the thread that adds the entry.
     """
 
     lane: str
@@ -42,6 +50,12 @@ class LedgerEntry(NamedTuple):
     nbytes: int
     start_s: float
     end_s: float
+    peer: str = ""
+    way: str = ""
+    run: int = 0
+    message: int = 0
+    key: Any = None
+    thread: int = 0
 
 
 class Sum(NamedTuple):
@@ -65,6 +79,8 @@ class Ledger:
 
     def __init__(self, capacity: int = 4096, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
+        #: Gets every entry as well, while a trace is on. Called in the thread that adds the entry.
+        self.recorder: Callable[[LedgerEntry], None] | None = None
         self._lock = threading.Lock()
         self._entries: deque[LedgerEntry] = deque(maxlen=capacity)
         self._sums: dict[tuple[str, str], Sum] = {}
@@ -76,6 +92,8 @@ class Ledger:
             self._entries.append(entry)
             n, nbytes, seconds = self._sums.get(key, (0, 0, 0.0))
             self._sums[key] = Sum(n + 1, nbytes + entry.nbytes, seconds + busy_s)
+        if (recorder := self.recorder) is not None:
+            recorder(entry)
 
     @contextlib.contextmanager
     def timed(self, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:

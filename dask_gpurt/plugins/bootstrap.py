@@ -192,22 +192,36 @@ class GpurtWorker(WorkerPlugin):
 
 
 #: Expression that makes the plugin without this package. `_Text.__reduce__` binds its names.
-_MAKE = "[made := {'__name__': name}, exec(text, made), made['GpurtWorker'](*arguments)][-1]"
+_MAKE = "[made := {'__name__': name}, exec(text, made), made[kind](*arguments)][-1]"
 
 
 class _Text:
-    """An object that unpickles as a `GpurtWorker`, built from this module's source text."""
+    """An object that unpickles as a plugin, built from the source text of its module."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
+    def __init__(self, kind: type[WorkerPlugin], arguments: tuple[Any, ...]) -> None:
+        self._kind, self._arguments = kind, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
-        text = inspect.getsource(sys.modules[__name__])
+        name = self._kind.__module__
+        bound = {
+            "name": name,
+            "text": inspect.getsource(sys.modules[name]),
+            "kind": self._kind.__name__,
+            "arguments": self._arguments,
+        }
         # The pickle refers to the builtin `eval`, which every Python version has.
-        return eval, (_MAKE, {"name": __name__, "text": text, "arguments": self._arguments})
+        return eval, (_MAKE, bound)
+
+
+def as_text(kind: type[WorkerPlugin], *arguments: Any) -> bytes:
+    """Return a pickle that any worker can load as a plugin of this kind with these arguments.
+
+    The module of the plugin may import nothing of this package before the plugin runs.
+    """
+    found: bytes = dumps(_Text(kind, arguments))
+    return found
 
 
 def pickled(tested: tuple[str, str], settings: dict[str, Any]) -> bytes:
     """Return the plugin for this scheduler's workers, as a pickle that any worker can load."""
-    found: bytes = dumps(_Text(installed(), tested, settings))
-    return found
+    return as_text(GpurtWorker, installed(), tested, settings)

@@ -19,7 +19,7 @@ from dask_gpurt.codecs.rule import CodecDecision, Mode
 from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
-from dask_gpurt.devices.ledger import Ledger, overlap
+from dask_gpurt.devices.ledger import overlap
 from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
@@ -43,6 +43,7 @@ from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files, open_f
 from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.topology.host_report import HostReporter
+from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.plugins.worker_report import RunReports, limited
@@ -91,15 +92,15 @@ class WorkerRuntime:
 
     def __init__(self, worker: Worker) -> None:
         self.counters = Counters()
-        self.ledger = Ledger()
+        self.ledger = new_ledger(worker)
         self._worker = worker
         self._budget: Budget | None = None
         self.memory_nbytes = memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
-        self.links = Links(worker, int(KEEP_SHARE * memory_nbytes))
+        self.links = Links(worker, int(KEEP_SHARE * memory_nbytes), self.ledger)
         #: Peers that sent messages lately.
         self.senders = RecentSenders(memory_nbytes)
-        self._send_budget = SendBudget(0)
+        self.outgoing_budget = SendBudget(0)
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
         self._runs: set[RunLike] = set()
@@ -148,8 +149,8 @@ class WorkerRuntime:
 
     def send_budget(self, settings: ShuffleSettings) -> SendBudget:
         """Return the budget for shards that wait to be sent, shared by all runs."""
-        self._send_budget.limit_nbytes = settings.in_flight_nbytes(self._memory_limit_nbytes())
-        return self._send_budget
+        self.outgoing_budget.limit_nbytes = settings.in_flight_nbytes(self._memory_limit_nbytes())
+        return self.outgoing_budget
 
     def release_memory(self, over_nbytes: int) -> None:
         """Release `over_nbytes`: trim the pools, then spill shards. Runs in a worker thread.
@@ -417,7 +418,7 @@ class Attachment:
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)
         self._transfers = ValueTransfers(
-            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES
+            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, state.ledger
         )
         self._shown = ShownShuffles(worker, state.links.sent)
         self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)

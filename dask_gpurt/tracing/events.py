@@ -15,8 +15,9 @@ WORKER, SCHEDULER, DEVICE = "worker", "scheduler", "device"
 #: Lanes that do not come from the ledger: parts of a shuffle inside of tasks, and transfers of task
 #: outputs between workers, which are Dask's own.
 PHASE, FETCH = "phase", "fetch"
-#: Paths of work in the lane `communication`.
-SEND, RECEIVE = "send", "receive"
+#: Paths of work in the lane `communication`. A relay hands on bytes that another worker sent to it:
+#: its peers receive them, and counters of sent bytes do not have them.
+SEND, RECEIVE, RELAY = "send", "receive", "relay"
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,8 @@ class ManagedMemory:
         # Dask has measured the value in the task's thread; doing it again would block the loop.
         self.store.measured[key] = nbytes
         now_s = self._owners.ledger.clock()
-        self._owners.ledger.add(LedgerEntry(COMPUTE, group, nbytes, now_s - took_s, now_s))
+        entry = LedgerEntry(COMPUTE, group, nbytes, now_s - took_s, now_s, key=key)
+        self._owners.ledger.add(entry)
 
     def _may_wait(self, key: Hashable) -> None:
         """Note that a task has a client, and so may submit other tasks and wait for them."""

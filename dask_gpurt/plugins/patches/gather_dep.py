@@ -43,6 +43,9 @@ from distributed.worker_state_machine import (
     GatherDepSuccessEvent,
 )
 
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
+from dask_gpurt.tracing.events import FETCH
+
 if TYPE_CHECKING:
     from distributed import Worker
 
@@ -64,6 +67,8 @@ class ValueTransfers:
         is to be fetched.
     least_nbytes
         No broadcast brings a smaller value.
+    ledger
+        While a trace records it, gets an entry for each transfer.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class ValueTransfers:
         worker: Worker,
         broadcasts: Callable[[Mapping[Any, int]], Awaitable[dict[Any, Any]]],
         least_nbytes: int,
+        ledger: Ledger | None = None,
     ) -> None:
         self._worker = worker
         self._n_ended = 0
@@ -109,9 +115,12 @@ class ValueTransfers:
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
         ) -> Any:
             n_ended = self._n_ended
+            start_s = ledger.clock() if ledger is not None else 0.0
             event = await stock_gather_dep(
                 worker, to_gather, total_nbytes=total_nbytes, stimulus_id=stimulus_id
             )
+            if ledger is not None and (record := ledger.recorder) is not None:
+                record(self._fetch_entry(ledger, worker, event, start_s))
             error = _memory_error(event)
             if error is None:
                 self._is_short = False
@@ -132,6 +141,16 @@ class ValueTransfers:
 
         worker.gather_dep = gather_dep  # type: ignore[method-assign]
         worker.rpc.reuse = reuse  # type: ignore[method-assign]
+
+    def _fetch_entry(self, ledger: Ledger, peer: str, event: Any, start_s: float) -> LedgerEntry:
+        """Return the entry of a transfer. It names a task here that waits for one of the values."""
+        data = event.data if isinstance(event, GatherDepSuccessEvent) else {}
+        tasks = self._worker.state.tasks
+        known = [tasks[key] for key in data if key in tasks]
+        user = next((user.key for one in known for user in one.waiters), None)
+        nbytes = event.total_nbytes if data else 0
+        path = "fetch" if data else type(event).__name__
+        return LedgerEntry(FETCH, path, nbytes, start_s, ledger.clock(), peer, key=user)
 
     def task_ended(self) -> None:
         """Note that a task of this worker ended, or a value left it: there may be memory now."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer, Tenant
-from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
+from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING, LedgerEntry
 from dask_gpurt.errors import (
     DamagedError,
     IncompleteExchangeError,
@@ -50,6 +50,7 @@ from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries, enter_phase
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.credits import in_turn
 from dask_gpurt.shuffle.figures import RunFigures
@@ -58,6 +59,7 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shard
 from dask_gpurt.shuffle.routing import Routing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
+from dask_gpurt.tracing.events import RECEIVE
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.sending.outbox import Outbox
 
@@ -112,6 +114,7 @@ class ExchangeRun:
         self._state = state
         self._plan = plan
         self._sends, self._disk_writes = Writes(), Writes()
+        self._disk = DiskEntries(state.ledger, run_id)
         self._store = ShardStore(
             adapter,
             self._plan.slots_of_worker.get(self.local_address, (0, 0)),
@@ -263,10 +266,7 @@ class ExchangeRun:
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
         nbytes = sum(shard.nbytes for shard in shards)
-        with (
-            self._metrics.background("background-comms", on_loop=True),
-            self._state.ledger.timed(COMMUNICATION, "send", nbytes),
-        ):
+        with self._metrics.background("background-comms", on_loop=True):
             with context_meter.meter("process"), context_meter.meter("send"):
                 try:
                     message = await self._messenger.send(address, shards)
@@ -279,16 +279,17 @@ class ExchangeRun:
         seconds = time.perf_counter() - began
         self._sends.add(nbytes, seconds)
         self.figures.sent(address, nbytes, message.raw_nbytes, message.wire_nbytes, seconds)
-        self._state.counters.add(sent_nbytes=nbytes, messages=1)
 
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: store the shards that a peer sent. Answer once there is room for more."""
         self.raise_if_closed()
+        start_s = self._state.ledger.clock()
         try:
             if "offers" in data:
                 return await self._state.links.accept(data["offers"])
-            with self._timed("receive"), self._state.ledger.timed(COMMUNICATION, "receive"):
-                self._messenger.heard_from(data["sender"])
+            with self._timed("receive"):
+                sender, number = data["sender"], data["message"]
+                self._messenger.heard_from(sender, number)
                 shards = await self._messenger.receive(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
             raise ProtocolError("not a shuffle message of dask_gpurt") from error
@@ -300,6 +301,12 @@ class ExchangeRun:
             return {"status": DAMAGED}
         nbytes = sum(shard.nbytes for shard in shards)
         self._received_nbytes += nbytes
+        self._state.ledger.add(
+            LedgerEntry(
+                *(COMMUNICATION, RECEIVE, nbytes, start_s, self._state.ledger.clock()),
+                *(sender, "", self.run_id, number),
+            )
+        )
         self._state.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
@@ -368,7 +375,8 @@ class ExchangeRun:
         ):
             try:
                 self._store.seal()
-                pieces = self._store.pieces(slot)
+                with self._disk.timed("read", "disk > shards"):
+                    pieces = self._store.pieces(slot)
             except (IncompleteExchangeError, PartitionReleasedError, ShardStorageError) as error:
                 self.raise_if_closed()
                 if isinstance(error, ShardStorageError):
@@ -385,11 +393,12 @@ class ExchangeRun:
         if self._store.is_over_limit:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
-                    with self._disk_writes.timed():
+                    with self._disk_writes.timed(), self._disk.timed("spill", "shards > disk"):
                         self._store.make_room()
 
     def _disk_io(self, label: str, nbytes: int) -> None:
         disk_io(label, nbytes)
+        self._disk.add(nbytes)
         if label == "disk-write":
             self._disk_writes.add(nbytes)
 
@@ -457,6 +466,8 @@ class ExchangeRun:
             yield
         finally:
             self.figures.spent(phase, time.perf_counter() - began)
+            if phase != RECEIVE:  # the ledger has its messages
+                enter_phase(self._state.ledger, phase, began, self.run_id)
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the progress in the shape that distributed's dashboard draws."""

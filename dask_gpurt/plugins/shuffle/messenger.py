@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
@@ -36,11 +37,13 @@ from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
+from dask_gpurt.plugins.tracing.ledger_hook import entered
 from dask_gpurt.plugins.worker import RunLike, runtime_of
 from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.envelope import is_envelope
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.tracing.events import RELAY, SEND
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 
@@ -51,6 +54,8 @@ T = TypeVar("T")
 
 #: Lane jobs that process a received message.
 _TAKING_IN = frozenset(("allocate", "borrow", "decode"))
+#: Numbers of messages: unique in this process, whatever worker and run they are of.
+_numbers = count(1)
 #: Longest address of a sender.
 _MOST_CHARACTERS = 1000
 
@@ -137,7 +142,9 @@ class Messenger:
                 return await self.in_lane("encode", nbytes, _for_targets, address, found, remote)
 
         transport = self._device_transport if on_device else self._settings.transport
-        return await self.deliver(address, transport, compose)
+        message = await self.deliver(address, transport, compose, SEND, nbytes)
+        self._state.counters.add(sent_nbytes=nbytes, messages=1)
+        return message
 
     async def send_around(self, relay: str, shards: Sequence[Outgoing]) -> Message:
         """Deliver shards to each of their targets: their relay cannot be reached."""
@@ -148,16 +155,26 @@ class Messenger:
             }
         )
 
-    async def deliver(self, address: str, transport: str, compose: Compose) -> Message:
-        """Send a message and wait for the peer's answer; return the message. Raises as `send`."""
-        run = self._run
+    async def deliver(
+        self,
+        address: str,
+        transport: str,
+        compose: Compose,
+        path: str = RELAY,
+        nbytes: int | None = None,
+    ) -> Message:
+        """Send a message and wait for the peer's answer; return the message. Raises as `send`.
+
+        The ledger gets an entry of this path and size. The peer's entry has the same number.
+        """
+        run, number = self._run, next(_numbers)
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
             try:
                 answer = await self._state.links.connections.receive(
                     address,
-                    data={**data, "sender": self._worker.address},
+                    data={**data, "sender": self._worker.address, "message": number},
                     shuffle_id=run.id,
                     run_id=run.run_id,
                 )
@@ -178,11 +195,23 @@ class Messenger:
                 self._credits[address] = credits.checked(answer.get("credit"))
             return answer
 
-        deliver = partial(self._state.links.deliver, address, transport, compose, call)
-        message: Message = await retry(
-            deliver, operation=f"message to {address} of {self._run}", **self._retry
+        async def with_retries(composing: Compose) -> Message:
+            deliver = partial(self._state.links.deliver, address, transport, composing, call)
+            message: Message = await retry(
+                deliver, operation=f"message to {address} of {run}", **self._retry
+            )
+            return message
+
+        return await entered(
+            self._state.ledger,
+            with_retries,
+            compose,
+            address,
+            path,
+            nbytes=nbytes,
+            run=run.run_id,
+            message=number,
         )
-        return message
 
     @property
     def _device_transport(self) -> str:
@@ -220,16 +249,18 @@ class Messenger:
             nbytes = messages.local_message_nbytes(nbytes, len(peers))
         return credits.pace(nbytes, self._credits.get(address, self._first_credit_nbytes))
 
-    def heard_from(self, sender: Any) -> None:
+    def heard_from(self, sender: Any, number: Any) -> None:
         """Note that a message of this peer begins to arrive.
 
         Raises
         ------
         ProtocolError
-            This is not an address.
+            This is not an address, or not the number of a message.
         """
         if not isinstance(sender, str) or len(sender) > _MOST_CHARACTERS:
             raise ProtocolError("a message without the address of its sender")
+        if type(number) is not int or not 0 < number < 1 << 64:
+            raise ProtocolError("a message without its number")
         run = self._run
         key = sender, run.id, run.run_id
         self._state.senders.note(key, event_loop(self._worker).time())

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.host_memory.pages import SharedPages
 from dask_gpurt.devices.host_memory.pool import HostPool
+from dask_gpurt.devices.ledger import Ledger
 from dask_gpurt.errors import (
     ConfigError,
     DamagedError,
@@ -80,9 +81,12 @@ class Links:
     ----------
     keep_nbytes
         Limit for idle memory in the pool of outgoing shards.
+    ledger
+        Gets an entry for each message that is not a shuffle's.
     """
 
-    def __init__(self, worker: Worker, keep_nbytes: int) -> None:
+    def __init__(self, worker: Worker, keep_nbytes: int, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger
         self._worker = worker
         #: `gpurt.shuffle.transport` as this worker heard it last. Broadcasts and groups use it too.
         self.transport = "auto"

@@ -30,6 +30,7 @@ from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins.shuffle.payloads import is_inline
+from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.routing import host_of
 from dask_gpurt.transport import wire
@@ -170,7 +171,16 @@ class BroadcastRun:
                 address, "gpurt_broadcast_slice", name=self.name, **data
             )
 
-        await self._links.deliver(address, self._links.transport, compose, call)
+        await entered(
+            getattr(self._links, "ledger", None),
+            lambda composing: self._links.deliver(
+                address, self._links.transport, composing, call
+            ),
+            compose,
+            address,
+            "broadcast",
+            COLLECTIVE,
+        )
         if self._hosts[peer] == self._hosts[self._rank]:
             self._n_read[number] += 1
             if self._n_read[number] >= self._n_readers:

@@ -21,6 +21,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, S
 from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan, OperationRun
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
+from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -217,7 +218,16 @@ class GroupMember:
 
         for _ in range(N_TRIES):
             try:
-                await self.links.deliver(address, self.links.transport, compose, call)
+                await entered(
+                    self.links.ledger,
+                    lambda composing: self.links.deliver(
+                address, self.links.transport, composing, call
+            ),
+                    compose,
+                    address,
+                    "group",
+                    COLLECTIVE,
+                )
                 return
             except OSError as error:
                 failed, is_again = error, True

@@ -1,0 +1,132 @@
+"""``dask gpurt trace``: trace a running cluster for some seconds.
+
+Standard error shows progress, on a terminal only. Ctrl-C ends the trace early; the file is written
+all the same. `plugins.tracing` records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dask.utils import format_bytes
+
+from dask_gpurt.command.connect import ConnectError, address_of, connected
+from dask_gpurt.errors import GpurtError
+from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from dask_gpurt.tracing.events import Trace
+
+_INTERVAL_S = 0.5
+_WIPE = "\r\x1b[2K"
+
+
+class TraceCommandError(GpurtError, ValueError):
+    """The cluster cannot be traced, or the file cannot be written."""
+
+
+def record(
+    scheduler: str | None,
+    scheduler_file: Path | None,
+    seconds: float,
+    path: Path,
+    keys: Literal["prefix", "full"],
+) -> int:
+    """Trace a cluster and write the file.
+
+    Returns
+    -------
+    int
+        0, or 1 if events of some process are missing; standard output says which.
+
+    Raises
+    ------
+    TraceCommandError
+        There is no such scheduler, it refuses, or the file cannot be written.
+    """
+    try:
+        address = address_of(scheduler, scheduler_file)
+        if address is None:
+            raise TraceCommandError("no cluster is named; give --scheduler or --scheduler-file")
+        if not path.absolute().parent.is_dir():
+            raise TraceCommandError(f"there is no folder {path.parent}")
+        with connected(address) as client:
+            tracing = ClusterTrace(client, path, keys)
+            with _interrupts() as interrupted:
+                found: Trace = client.sync(  # type: ignore[no-untyped-call]
+                    _traced, client, tracing, seconds, interrupted
+                )
+            tracing.write(found)
+    except (ConnectError, OSError) as error:
+        raise TraceCommandError(str(error)) from error
+    except GpurtError as error:
+        if isinstance(error, TraceCommandError):
+            raise
+        raise TraceCommandError(str(error)) from error
+    return _say(found, path)
+
+
+async def _traced(
+    client: Client, tracing: ClusterTrace, seconds: float, interrupted: list[bool]
+) -> Trace:
+    await tracing.begin()
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0 and not interrupted:
+        _draw(f"tracing {client.scheduler.address}: {left_s:.0f} s left; Ctrl-C ends it")  # type: ignore[union-attr]
+        await asyncio.sleep(min(_INTERVAL_S, left_s))
+    try:
+        return await tracing.collect(
+            lambda nbytes: _draw(f"collecting events: {format_bytes(nbytes)}")
+        )
+    finally:
+        _draw("")
+
+
+def _draw(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(_WIPE + text)
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[bool]]:
+    """Give a list that fills with the first Ctrl-C. A second one interrupts the program."""
+    seen: list[bool] = []
+
+    def note(*_: Any) -> None:
+        seen.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _say(trace: Trace, path: Path) -> int:
+    """Print what the file has, and what it lacks; return the exit status."""
+    n_events = len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)
+    workers = trace.processes[1:]
+    error_s = max((one.clock_error_s for one in workers), default=0.0)
+    print(
+        f"{path}: {trace.wall_s:.1f} s, {n_events:,} events of {len(workers)} workers, clocks"
+        f" within {1e3 * error_s:.2g} ms"
+    )
+    if (why := trace.about.get("runtime")) != "on":
+        print(f"The runtime is off ({why}): there are tasks and samples, no messages and no lanes.")
+    lacking = [one for one in trace.processes if one.ended or one.n_dropped]
+    for one in lacking:
+        said = [one.ended] * bool(one.ended)
+        said += [f"{one.n_dropped:,} events were dropped"] * bool(one.n_dropped)
+        print(f"{one.address}: {'; '.join(said)}")
+    return 1 if lacking else 0

@@ -1,0 +1,115 @@
+"""What the scheduler knows of one worker in a trace, and the file of a worker that has left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+from uuid import uuid4
+
+from dask_gpurt.errors import ProtocolError
+from dask_gpurt.metrics import MEANING
+from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
+from dask_gpurt.tracing.clocks import ClockExchange
+
+#: Begins the reason why a worker's events are missing, or are not all there.
+LOST = "lost"
+#: Larger numbers in a description are not believed.
+_MOST = 1 << 60
+
+
+class WorkerTrace:
+    """One worker in a trace.
+
+    Parameters
+    ----------
+    state
+        The scheduler's state of the worker.
+    directory
+        Where the file of a worker that leaves is kept.
+    limit_nbytes
+        Most bytes of that file.
+    """
+
+    def __init__(self, state: Any, directory: str, limit_nbytes: int) -> None:
+        self.address: str = state.address
+        self.name, self.host = str(state.name), str(state.host)
+        self.n_threads: int = state.nthreads
+        self.exchanges: list[ClockExchange] = []
+        #: Why it records nothing.
+        self.problem: str | None = None
+        #: Whether it has answered at all.
+        self.has_begun = False
+        #: When it left the cluster.
+        self.left_s: float | None = None
+        #: Whether all that it recorded is known.
+        self.is_whole = False
+        self.ended = ""
+        self.n_dropped = 0
+        self.counters: dict[str, int] = {}
+        self._nbytes = 0
+        self._limit_nbytes = limit_nbytes
+        self._path = os.path.join(directory, f"{uuid4().hex}.bin")
+        self._file: int | None = None
+
+    def describe(self, described: Any) -> None:
+        """Take what the worker says of its recording. Raises `ProtocolError`."""
+        if not isinstance(described, dict) or not isinstance(described.get("counters"), dict):
+            raise ProtocolError("not a description of a recording")
+        ended, n_dropped = described.get("ended"), described.get("n_dropped")
+        counters = {name: described["counters"].get(name, 0) for name in MEANING}
+        numbers = [n_dropped, *counters.values()]
+        if not all(type(one) is int and 0 <= one < _MOST for one in numbers):
+            raise ProtocolError("a recording without its counts")
+        if not isinstance(ended, str) or len(ended) > 1000:
+            raise ProtocolError("a recording without its end")
+        self.ended, self.n_dropped, self.counters = ended, numbers[0], counters
+        self.is_whole = True
+
+    async def take(self, offset: int, part: Any, described: Any) -> None:
+        """Take a part of the file, or at the end the description. Raises `ProtocolError`."""
+        if type(part) is not bytes or len(part) > PART_NBYTES or offset != self._nbytes:
+            raise ProtocolError("not the next part of a trace")
+        if self._nbytes + len(part) > self._limit_nbytes:
+            raise ProtocolError("more of a trace than was to be recorded")
+        if part:
+            self._nbytes += len(part)
+            await asyncio.to_thread(self._write, part, offset)
+        else:
+            self.describe(described)
+
+    def _write(self, part: bytes, offset: int) -> None:
+        if self._file is None:
+            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.pwrite(self._file, part, offset)
+
+    async def read(self, offset: int, nbytes: int) -> bytes:
+        """Return a part of the file that the worker has handed over."""
+        if self._file is None:
+            return b""
+        return await asyncio.to_thread(os.pread, self._file, nbytes, offset)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return all but the events, as plain values."""
+        ended = self.ended
+        if not ended and self.problem is not None:
+            ended = f"no events: {self.problem}"
+        elif not ended and not self.has_begun:
+            ended = "no events: it did not answer"
+        elif not ended and not self.is_whole:
+            ended = f"{LOST}: it left without handing over its events"
+        return {
+            "address": self.address,
+            "name": self.name,
+            "host": self.host,
+            "n_threads": self.n_threads,
+            "exchanges": [tuple(one) for one in self.exchanges],
+            "n_dropped": self.n_dropped,
+            "ended": ended,
+            "counters": self.counters,
+        }
