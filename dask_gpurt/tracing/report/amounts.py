@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+#: Characters that steer a terminal, turn the direction of text, or no file can hold.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_MOST_CHARACTERS = 80
+
+
+def name_text(name: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a name from a trace as one short line without control characters."""
+    name = _CONTROL.sub("\ufffd", name)
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def nbytes_text(nbytes: float) -> str:

@@ -1,8 +1,8 @@
 """The critical path: the chain of causes that ends with the last result, and its parts.
 
-The path goes backwards from the end of the trace. A task began when its last input was there, so
-the path goes on with the task that made that input. Each moment of the trace is in one segment:
-the parts add up to the wall time.
+The path goes backwards from the end of the trace. A task began when its last input was there, or
+when a task ended and left it a thread. The path goes on with the task that came last of these. Each
+moment of the trace is in one segment: the parts add up to the wall time.
 """
 
 from __future__ import annotations
@@ -54,11 +54,14 @@ class CriticalPath:
         Seconds by cause, most first.
     tasks
         Indices of the tasks on the path, first to last.
+    crowded_s
+        Seconds of computing in tasks whose thread the next task of the path waited for.
     """
 
     segments: list[PathSegment]
     parts: list[PathPart]
     tasks: list[int]
+    crowded_s: float
 
     def seconds(self, kind: str, where: str | None = None) -> float:
         """Return the seconds of a kind, at one place or at all."""
@@ -93,13 +96,18 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     ends_s = tasks.known_s[by_end]
     back, path = Backwards(columns.wall_s), []
     seen: set[int] = set()
+    holders: set[int] = set()
     task = _last_before(columns.wall_s, ends_s, by_end, seen)
     kind = CLIENT
     while task is not None:
         seen.add(task)
         path.append(task)
         back.to(tasks.known_s[task], kind)
-        stories.tell(task, back)
+        holder = stories.tell(task, back)
+        if holder is not None and holder not in seen:
+            holders.add(holder)
+            task = holder
+            continue
         needed = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
         last = max(needed, key=lambda i: tasks.known_s[i], default=None)
         if last is not None and last not in seen and back.now_s - tasks.known_s[last] <= _SOON_S:
@@ -115,7 +123,11 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     for one in segments:
         seconds[one.kind, one.where] += one.end_s - one.start_s
     parts = [PathPart(*cause, spent_s) for cause, spent_s in seconds.items()]
-    return CriticalPath(segments, sorted(parts, key=lambda part: -part.seconds), path[::-1])
+    crowded_s = sum(
+        one.end_s - one.start_s for one in segments if one.kind == COMPUTING and one.task in holders
+    )
+    parts.sort(key=lambda part: -part.seconds)
+    return CriticalPath(segments, parts, path[::-1], crowded_s)
 
 
 def _last_before(

@@ -28,6 +28,8 @@ CLIENT = "client"
 #: A worker with a free thread and all inputs starts a task sooner than this, unless memory is
 #: short.
 PROMPT_S = 0.01
+#: Just before a time.
+_INSTANT_S = 1e-6
 #: Fetched inputs that are looked at, to find the one that a task waited for.
 _MAX_FETCHES = 256
 
@@ -60,7 +62,7 @@ class Backwards:
 
     def to(self, time_s: float, kind: str, where: str = "") -> None:
         """Go back to a time. A later time than now, or one before 0, is the nearest possible."""
-        time_s = max(min(time_s, self.now_s), 0.0)
+        time_s = max(min(float(time_s), self.now_s), 0.0)
         if time_s < self.now_s:
             self.segments.append(PathSegment(kind, where, time_s, self.now_s, self.task))
             self.now_s = time_s
@@ -84,6 +86,7 @@ class TaskStories:
         self._busy: dict[int, Coverage] = {}
         self._by_process = _Grouped(columns.tasks.process)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
+        self._before = _previous(columns)
         self._is_barrier = ["barrier" in prefix for prefix in tasks.prefixes]
         self._held = _Grouped(work.process, columns.held_back(), work.start_s)
         is_read = work.is_lane("read") | (work.is_lane(PHASE) & work.is_path("disk-read"))
@@ -104,15 +107,34 @@ class TaskStories:
         }
         self._answers = Coverage(hops.wire_end_s[messages], hops.end_s[messages])
 
-    def tell(self, i: int, back: Backwards) -> None:
-        """Go back over the story of a task, until its inputs were all in memory somewhere."""
+    def tell(self, i: int, back: Backwards) -> int | None:
+        """Go back over the story of a task.
+
+        Returns
+        -------
+        int or None
+            The task whose end gave this one its thread, if that was waited for. The story goes back
+            to that end. Without such a task, it goes back until all inputs were in memory.
+        """
         tasks = self._columns.tasks
         back.task = i
         back.to(tasks.end_s[i], SCHEDULER)
         self._while_running(i, back)
-        self._until_start(i, back)
+        holder = self._holder(i)
+        freed_s = -1.0 if holder is None else float(tasks.end_s[holder])
+        if self._until_start(i, back, freed_s):
+            return holder
         self._until_here(i, back)
-        self._until_assigned(i, back)
+        return holder if self._until_assigned(i, back, freed_s) else None
+
+    def _holder(self, i: int) -> int | None:
+        """Return the task that ran before on the thread of a task, if no other thread was free."""
+        before = int(self._before[i])
+        if before < 0:
+            return None
+        end_s = float(self._columns.tasks.end_s[before])
+        covered = self._crowded(int(self._columns.tasks.process[i]))
+        return before if covered.between(end_s - _INSTANT_S, end_s) > 0 else None
 
     def _while_running(self, i: int, back: Backwards) -> None:
         tasks = self._columns.tasks
@@ -145,12 +167,17 @@ class TaskStories:
                 found.append((float(work.start_s[row]), float(work.end_s[row]), is_read))
         return sorted(found)
 
-    def _until_start(self, i: int, back: Backwards) -> None:
-        """All inputs are on the worker: it has no free thread, no room, or reads from disk."""
+    def _until_start(self, i: int, back: Backwards, freed_s: float) -> bool:
+        """All inputs are on the worker: it has no free thread, no room, or reads from disk.
+
+        Return whether the task waited for the thread that was freed then.
+        """
         tasks = self._columns.tasks
-        here_s, now_s, process = tasks.here_s[i], back.now_s, int(tasks.process[i])
+        now_s, process = back.now_s, int(tasks.process[i])
+        is_held = bool(tasks.here_s[i] < freed_s <= now_s)
+        here_s = freed_s if is_held else float(tasks.here_s[i])
         if now_s <= here_s:
-            return
+            return is_held
         crowded_s = self._crowded(process).between(here_s, now_s)
         read_s = self._coverage("reads", self._reads, process).between(here_s, now_s)
         room_s = self._coverage("room", self._memory_waits, process).between(here_s, now_s)
@@ -159,6 +186,7 @@ class TaskStories:
         is_for_memory = room_s > 0 or idle_s > PROMPT_S
         parts = [(THREAD, "", crowded_s), (DISK, "", min(read_s, idle_s))]
         back.divide(here_s, parts, MEMORY if is_for_memory else SCHEDULER)
+        return is_held
 
     def _until_here(self, i: int, back: Backwards) -> None:
         """The worker gathers the inputs."""
@@ -178,11 +206,17 @@ class TaskStories:
         others = self._fetching(process).between(assigned_s, back.now_s)
         back.divide(assigned_s, [(NETWORK, link, others)], SCHEDULER)
 
-    def _until_assigned(self, i: int, back: Backwards) -> None:
-        """The scheduler holds a task back while the threads of workers are taken."""
+    def _until_assigned(self, i: int, back: Backwards, freed_s: float) -> bool:
+        """The scheduler holds a task back while the threads of workers are taken.
+
+        Return whether the task waited for the thread that was freed then.
+        """
         tasks = self._columns.tasks
-        taken_s = self._crowded(int(tasks.process[i])).between(tasks.ready_s[i], back.now_s)
-        back.divide(tasks.ready_s[i], [(THREAD, "", taken_s)], SCHEDULER)
+        is_held = bool(tasks.ready_s[i] < freed_s <= back.now_s)
+        ready_s = freed_s if is_held else float(tasks.ready_s[i])
+        taken_s = self._crowded(int(tasks.process[i])).between(ready_s, back.now_s)
+        back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
+        return is_held
 
     def _last_fetch(self, i: int, assigned_s: float, here_s: float) -> int | None:
         """Return the fetch that brought the last input of a task; None if none is known."""
@@ -245,6 +279,19 @@ class TaskStories:
             rows = grouped[process]
             self._covered[name, process] = Coverage(start_s[rows], end_s[rows])
         return self._covered[name, process]
+
+
+def _previous(columns: Columns) -> Column:
+    """Return for each task the one that ended before it on its thread; -1 without one."""
+    tasks = columns.tasks
+    order = np.lexsort((tasks.start_s, tasks.thread, tasks.process))
+    before, after = order[:-1], order[1:]
+    is_same = tasks.process[before] == tasks.process[after]
+    is_same &= tasks.thread[before] == tasks.thread[after]
+    is_same &= tasks.end_s[before] <= tasks.start_s[after]
+    found = np.full(len(tasks), -1)
+    found[after[is_same]] = before[is_same]
+    return found
 
 
 def link_text(source: str, target: str) -> str:

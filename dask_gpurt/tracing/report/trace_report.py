@@ -59,11 +59,14 @@ class TraceReport:
     @property
     def closing(self) -> str:
         """Return the sentence that stands where no rule found anything."""
-        return (
-            "No rule found anything to change: threads ran tasks in "
-            f"{share_text(self.findings.busy_share)} of the time. More threads would help if that "
-            "is most of it."
-        )
+        said = "Nothing stands out: threads ran tasks in "
+        said += f"{share_text(self.findings.busy_share)} of the time."
+        if self.path.crowded_s >= self.wall_s / 2:
+            said += (
+                f" During {seconds_text(self.path.crowded_s)} of the critical path, tasks waited "
+                "for a free thread: more workers or threads would help."
+            )
+        return said
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as values that JSON can hold."""

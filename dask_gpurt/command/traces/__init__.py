@@ -1,0 +1,1 @@
+"""Commands that read the file of a trace."""
