@@ -121,12 +121,13 @@ def _workers(report: TraceReport) -> Table:
 
 
 def _tasks(report: TraceReport) -> Table:
-    head = ("prefix", "tasks", "time", "median", "longest", "output")
+    head = ("prefix", "tasks", "time", "held back", "median", "longest", "output")
     rows = [
         [
             row.prefix,
             f"{row.n_tasks:,}",
             seconds_text(row.task_s),
+            seconds_text(row.held_back_s),
             seconds_text(row.median_s),
             seconds_text(row.longest_s),
             nbytes_text(row.nbytes),

@@ -33,6 +33,8 @@ def rate_text(nbytes_per_s: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Return a duration, such as "12.0 s" or "3.1 ms"."""
+    if not seconds:
+        return "0 s"
     if abs(seconds) >= 0.095:
         return f"{seconds:,.1f} s"
     return f"{seconds * 1000:.1f} ms"
@@ -40,7 +42,9 @@ def seconds_text(seconds: float) -> str:
 
 def share_text(share: float | None) -> str:
     """Return a share, such as "92 %"; a dash for none."""
-    return "-" if share is None else f"{share:.0%}".replace("%", " %")
+    if share is None:
+        return "-"
+    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
 def count_text(count: int, noun: str) -> str:

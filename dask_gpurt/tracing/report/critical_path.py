@@ -8,6 +8,7 @@ moment of the trace is in one segment: the parts add up to the wall time.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,28 +95,19 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     tasks = columns.tasks
     by_end = np.argsort(tasks.known_s, kind="stable")
     ends_s = tasks.known_s[by_end]
-    back, path = Backwards(columns.wall_s), []
+    back = Backwards(columns.wall_s)
+    path: list[int] = []
     seen: set[int] = set()
     holders: set[int] = set()
-    task = _last_before(columns.wall_s, ends_s, by_end, seen)
-    kind = CLIENT
-    while task is not None:
-        seen.add(task)
-        path.append(task)
-        back.to(tasks.known_s[task], kind)
-        holder = stories.tell(task, back)
-        if holder is not None and holder not in seen:
-            holders.add(holder)
-            task = holder
-            continue
-        needed = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
-        last = max(needed, key=lambda i: tasks.known_s[i], default=None)
-        if last is not None and last not in seen and back.now_s - tasks.known_s[last] <= _SOON_S:
-            task, kind = last, SCHEDULER
-        else:
-            # It was submitted later: the client had waited for another result, or for nothing.
-            back.task = -1
-            task, kind = _last_before(back.now_s, ends_s, by_end, seen), CLIENT
+    while (task := _last_before(back.now_s, ends_s, by_end, seen)) is not None:
+        # What was submitted later than its inputs were there waited for the client, which had
+        # waited for another result, or for nothing.
+        back.task = -1
+        back.to(tasks.known_s[task], CLIENT)
+        for step, is_holder in chain(columns, stories, task, back, seen):
+            path.append(step)
+            if is_holder:
+                holders.add(step)
     back.task = -1
     back.to(0.0, CLIENT)
     segments = back.segments[::-1]
@@ -128,6 +120,30 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     )
     parts.sort(key=lambda part: -part.seconds)
     return CriticalPath(segments, parts, path[::-1], crowded_s)
+
+
+def chain(
+    columns: Columns, stories: TaskStories, task: int, back: Backwards, seen: set[int]
+) -> Iterator[tuple[int, bool]]:
+    """Go back over a task and what it waited for, until the client submitted one of them.
+
+    Yield each task after its story, and whether it was waited for because it had a thread.
+    """
+    tasks, is_holder = columns.tasks, False
+    while True:
+        seen.add(task)
+        holder = stories.tell(task, back)
+        yield task, is_holder
+        is_holder = holder is not None and holder not in seen
+        if holder is not None and is_holder:
+            task = holder
+            continue
+        needed = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
+        last = max(needed, key=lambda i: tasks.known_s[i], default=None)
+        if last is None or last in seen or back.now_s - tasks.known_s[last] > _SOON_S:
+            return
+        back.to(tasks.known_s[last], SCHEDULER)
+        task = last
 
 
 def _last_before(

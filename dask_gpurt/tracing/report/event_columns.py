@@ -216,8 +216,21 @@ def _arrivals(work: WorkColumns, rows: Column, is_message: Column) -> tuple[Colu
     return end_s, int((numbered & ~is_matched).sum())
 
 
+def is_barrier(prefix: str) -> bool:
+    """Return whether tasks of a prefix end the transfers of shuffles. They wait, and do no work."""
+    return "barrier" in prefix
+
+
 class Columns:
-    """All columns of a trace."""
+    """All columns of a trace.
+
+    Attributes
+    ----------
+    held_back
+        Rows of work in which a task waited until a peer took its shards.
+    working_s
+        Seconds of each task without these waits.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -225,6 +238,8 @@ class Columns:
         self.work = WorkColumns(trace, self.places)
         self.tasks = TaskColumns(trace)
         self.hops = hops_of(self.work, self.places)
+        self.held_back = self._rows_held_back()
+        self.working_s = self._working_s()
         ends = (column for column in (self.work.end_s, self.tasks.known_s) if len(column))
         self.wall_s = trace.wall_s or max((float(column.max()) for column in ends), default=0.0)
 
@@ -233,8 +248,23 @@ class Columns:
         said = self.trace.processes[process].n_threads
         return said or len(np.unique(self.tasks.thread[self.tasks.process == process]))
 
-    def held_back(self) -> Column:
+    def _rows_held_back(self) -> Column:
         """Return the rows of work in which a task waited until a peer took its shards."""
         work = self.work
-        in_phase = work.is_lane(PHASE) & work.is_path("held_back")
-        return np.flatnonzero(in_phase | (work.is_lane(COMPUTE) & work.is_path(WAITING)))
+        in_phase = np.flatnonzero(work.is_lane(PHASE) & work.is_path("held_back"))
+        # The ledger has the same waits, without the task.
+        if len(in_phase):
+            return in_phase
+        return np.flatnonzero(work.is_lane(COMPUTE) & work.is_path(WAITING))
+
+    def _working_s(self) -> Column:
+        """Return the seconds of each task without its waits for peers."""
+        tasks, work, rows = self.tasks, self.work, self.held_back
+        working_s = tasks.end_s - tasks.start_s
+        working_s[np.array([is_barrier(one) for one in tasks.prefixes], bool)[tasks.prefix]] = 0.0
+        index = tasks.index
+        held = np.fromiter((index.get(int(n), -1) for n in work.task[rows]), np.int64, len(rows))
+        waits_s = (work.end_s - work.start_s)[rows]
+        known = held >= 0
+        working_s -= np.bincount(held[known], waits_s[known], minlength=len(tasks))
+        return working_s.clip(min=0.0)

@@ -1,6 +1,6 @@
 """Gaps in which a thread ran no task, and who was waited for.
 
-The next task of the thread says why: its story, or the task that made its last input.
+The next task of the thread says why: the chain of causes that ends with its start.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dask_gpurt.tracing.report.critical_path import chain
 from dask_gpurt.tracing.report.event_columns import Columns
-from dask_gpurt.tracing.report.task_stories import COMPUTING, Backwards, TaskStories
+from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, Backwards, TaskStories
 
 #: Shorter gaps are not looked at.
 SHORTEST_S = 0.1
 #: Gaps that are explained, the longest first. Others are only added up.
-MAX_EXPLAINED = 5_000
+MAX_EXPLAINED = 1_000
+#: Tasks of a chain that are followed.
+_MAX_STEPS = 30
 NOTHING_LEFT = "nothing: no task was left for it"
 SHORT_OF_TIME = "not looked at"
-CLIENT_OR_OTHERS = "the client, or tasks that were not ready"
 
 
 class GapRow(NamedTuple):
@@ -119,20 +121,17 @@ def _unused_threads(columns: Columns, used: np.ndarray) -> np.ndarray:
 def _cause(columns: Columns, stories: TaskStories, task: int, from_s: float, to_s: float) -> str:
     """Return who was waited for in most of a gap before a task."""
     tasks, names = columns.tasks, columns.places.names
-    back = Backwards(to_s)
-    stories.tell(task, back)
+    back, seen = Backwards(to_s), set[int]()
+    for step, _ in enumerate(chain(columns, stories, task, back, seen)):
+        if back.now_s <= from_s or step == _MAX_STEPS:
+            break
+    else:
+        back.task = -1
+        back.to(from_s, CLIENT)
     seconds: defaultdict[str, float] = defaultdict(float)
     for one in back.segments:
-        if one.kind != COMPUTING:
-            within_s = max(one.end_s - max(one.start_s, from_s), 0.0)
-            seconds[f"{one.kind} {one.where}".strip()] += within_s
-    made = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
-    last = max(made, key=lambda i: tasks.known_s[i], default=None)
-    unready_s = back.now_s - from_s
-    if unready_s > 0:
-        cause = CLIENT_OR_OTHERS
-        if last is not None and tasks.known_s[last] > from_s:
-            prefix = tasks.prefixes[tasks.prefix[last]]
-            cause = f"{prefix} on {names[tasks.process[last]]}"
-        seconds[cause] += unready_s
-    return max(seconds, key=lambda cause: seconds[cause], default=CLIENT_OR_OTHERS)
+        who = f"{one.kind} {one.where}".strip()
+        if one.kind == COMPUTING:
+            who = f"{tasks.prefixes[tasks.prefix[one.task]]} on {names[tasks.process[one.task]]}"
+        seconds[who] += max(one.end_s - max(one.start_s, from_s), 0.0)
+    return max(seconds, key=lambda who: seconds[who], default=CLIENT)

@@ -13,7 +13,7 @@ import numpy as np
 
 from dask_gpurt.tracing.events import FETCH, PHASE
 from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded
-from dask_gpurt.tracing.report.event_columns import Columns
+from dask_gpurt.tracing.report.event_columns import Columns, is_barrier
 
 #: What a segment was spent with, or waited for.
 COMPUTING = "computing"
@@ -87,8 +87,8 @@ class TaskStories:
         self._by_process = _Grouped(columns.tasks.process)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
         self._before = _previous(columns)
-        self._is_barrier = ["barrier" in prefix for prefix in tasks.prefixes]
-        self._held = _Grouped(work.process, columns.held_back(), work.start_s)
+        self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
+        self._held = _Grouped(work.process, columns.held_back, work.start_s)
         is_read = work.is_lane("read") | (work.is_lane(PHASE) & work.is_path("disk-read"))
         self._reads = _Grouped(work.process, np.flatnonzero(is_read), work.start_s)
         self._memory_waits = _Grouped(

@@ -104,6 +104,8 @@ def report_of(trace: Trace) -> TraceReport:
         idle_gaps(columns, stories),
     )
     found = [one for rule in (*TRANSFER_RULES, *TASK_RULES) if (one := rule(findings)) is not None]
+    # Threads are idle for a reason. If another rule knows it, that one says more.
+    found = [one for one in found if one.rule != "idle-threads" or len(found) == 1]
     found.sort(key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)
     return TraceReport(
         columns.wall_s,

@@ -21,7 +21,7 @@ class WorkerRow(NamedTuple):
     Attributes
     ----------
     task_s
-        Seconds of its tasks, added up over threads.
+        Seconds of its tasks without their waits for peers, added up over threads.
     busy_share
         The same as a share of what its threads had.
     skew
@@ -54,7 +54,7 @@ def worker_rows(columns: Columns) -> list[WorkerRow]:
     """Return a row for each worker, the busiest first."""
     tasks, hops, places = columns.tasks, columns.hops, columns.places
     n = places.n_processes
-    task_s = np.bincount(tasks.process, tasks.end_s - tasks.start_s, minlength=n)
+    task_s = np.bincount(tasks.process, columns.working_s, minlength=n)
     n_tasks = np.bincount(tasks.process, minlength=n)
     sent = np.bincount(hops.sender, hops.nbytes, minlength=n)
     received = np.bincount(hops.receiver, hops.nbytes, minlength=n)
@@ -121,7 +121,7 @@ def _lanes(columns: Columns) -> dict[int, tuple[dict[str, float], float]]:
 def _slowness(columns: Columns) -> np.ndarray:
     """Return for each process its seconds over those of a mean process for the same tasks."""
     tasks, n = columns.tasks, columns.places.n_processes
-    spent_s = tasks.end_s - tasks.start_s
+    spent_s = columns.working_s
     n_prefixes = len(tasks.prefixes)
     total_s = np.bincount(tasks.prefix, spent_s, minlength=n_prefixes)
     counted = np.bincount(tasks.prefix, minlength=n_prefixes)

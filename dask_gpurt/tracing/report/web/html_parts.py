@@ -68,17 +68,19 @@ def _cell(column: TableColumn, row: object, is_first: bool) -> str:
         width = 100 * min(max(column.share(row), 0.0), 1.0)
         bar = f'<span class="bar" style="width:{width:.1f}%"></span>'
     label = escape(column.heading)
-    return f'<td class="{kind}" data-label="{label}"><span>{text_html(column.text(row))}</span>{bar}</td>'
+    said = f"<span>{text_html(column.text(row))}</span>{bar}"
+    return f'<td class="{kind}" data-label="{label}">{said}</td>'
 
 
 class StripPart(NamedTuple):
-    """A part of a strip: from and to as shares of it, its class, and a text for a pointer."""
+    """A part of a strip: its place as shares of width and height, and a text for a pointer."""
 
     start: float
     end: float
     kind: str
     title: str = ""
-    opacity: float = 1.0
+    bottom: float = 0.0
+    top: float = 1.0
 
 
 def strip_svg(parts: Sequence[StripPart], label: str, kind: str = "strip") -> str:
@@ -86,10 +88,10 @@ def strip_svg(parts: Sequence[StripPart], label: str, kind: str = "strip") -> st
     drawn = []
     for part in parts:
         title = f"<title>{text_html(part.title)}</title>" if part.title else ""
-        opacity = "" if part.opacity >= 1 else f' fill-opacity="{part.opacity:.2f}"'
         drawn.append(
-            f'<rect class="{part.kind}" x="{_WIDTH * part.start:.2f}" y="0" '
-            f'width="{_WIDTH * (part.end - part.start):.2f}" height="{_HEIGHT:.0f}"{opacity}>'
+            f'<rect class="{part.kind}" x="{_WIDTH * part.start:.1f}" '
+            f'y="{_HEIGHT * (1 - part.top):.1f}" width="{_WIDTH * (part.end - part.start):.1f}" '
+            f'height="{_HEIGHT * (part.top - part.bottom):.1f}">'
             f"{title}</rect>"
         )
     return _svg(kind, label, "".join(drawn))

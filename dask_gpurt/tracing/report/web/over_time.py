@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from dask_gpurt.tracing.report.amounts import rate_text, seconds_text, share_text
-from dask_gpurt.tracing.report.busy_time import amount_over_time
+from dask_gpurt.tracing.report.busy_time import Column, amount_over_time
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
@@ -43,6 +43,8 @@ COLOURS = {
 _N_STEPS, _N_CELLS = 400, 100
 #: Workers and links that have a picture; the others are counted.
 _MOST_WORKERS, _MOST_LINKS = 24, 4
+#: Smaller shares are not drawn.
+_LEAST = 0.005
 
 
 def path_over_time(report: TraceReport) -> str:
@@ -73,36 +75,44 @@ def path_over_time(report: TraceReport) -> str:
 
 
 def workers_over_time(report: TraceReport) -> str:
-    """Return a strip for each worker: the share of its threads that ran tasks."""
-    tasks, edges_s = report.findings.columns.tasks, _edges(report)
+    """Return a strip for each worker: the share of its threads that ran tasks, or waited in one."""
+    columns, edges_s = report.findings.columns, _edges(report)
+    tasks, work = columns.tasks, columns.work
+    is_work = columns.working_s > 0
+    held_start_s, held_end_s = work.start_s[columns.held_back], work.end_s[columns.held_back]
     rows = []
     # The busiest ones, and the least busy ones: the others are between them.
     shown = report.workers
     if len(shown) > _MOST_WORKERS:
         shown = [*shown[: _MOST_WORKERS // 2], *shown[-_MOST_WORKERS // 2 :]]
     for worker in shown:
-        mine = tasks.process == worker.process
-        start_s, end_s = tasks.start_s[mine], tasks.end_s[mine]
-        busy_s = amount_over_time(start_s, end_s, end_s - start_s, edges_s)
+        mine = (tasks.process == worker.process) & is_work
+        held = work.process[columns.held_back] == worker.process
         had_s = np.diff(edges_s) * max(worker.n_threads, 1)
-        parts = [
-            StripPart(
-                i / _N_CELLS,
-                (i + 1) / _N_CELLS,
-                "heat-cell",
-                f"{share_text(share)} busy at {seconds_text(float(edges_s[i]))}",
-                share,
-            )
-            for i, share in enumerate(np.minimum(busy_s / had_s, 0.999).tolist())
-            if share > 0.005
-        ]
+        running = _share(tasks.start_s[mine], tasks.end_s[mine], edges_s, had_s)
+        waiting = np.minimum(_share(held_start_s[held], held_end_s[held], edges_s, had_s), running)
+        parts: list[StripPart] = []
+        for i, (top, wait) in enumerate(zip(running.tolist(), waiting.tolist(), strict=True)):
+            begin, end = i / _N_CELLS, (i + 1) / _N_CELLS
+            at = f"at {seconds_text(float(edges_s[i]))}"
+            if top - wait > _LEAST:
+                title = f"{share_text(top - wait)} ran tasks {at}"
+                parts.append(StripPart(begin, end, "computing", title, 0.0, top - wait))
+            if wait > _LEAST:
+                title = f"{share_text(wait)} waited for peers {at}"
+                parts.append(StripPart(begin, end, "receivers", title, top - wait, top))
         label = f"{worker.name}: {share_text(worker.busy_share)} busy"
-        rows.append(f"<span>{text_html(label, 60)}</span>{strip_svg(parts, label, 'heat')}")
+        rows.append(f"<span>{text_html(label, 60)}</span>{strip_svg(parts, label, 'use')}")
     more = ""
     if len(report.workers) > len(shown):
         n_more = len(report.workers) - len(shown)
         more = f'<p class="more">The busiest and the least busy; {n_more:,} more between them.</p>'
     return f'<div class="rows">{"".join(rows)}{axis_html(report.wall_s)}</div>{more}'
+
+
+def _share(start_s: Column, end_s: Column, edges_s: Column, had_s: Column) -> Column:
+    """Return the share of what threads had, between neighbouring edges."""
+    return np.minimum(amount_over_time(start_s, end_s, end_s - start_s, edges_s) / had_s, 1.0)
 
 
 def links_over_time(report: TraceReport) -> str:
@@ -117,9 +127,11 @@ def links_over_time(report: TraceReport) -> str:
     for link in links[:_MOST_LINKS]:
         source, target = (hops.hosts.index(host) for host in (rows[link].source, rows[link].target))
         mine = (hops.source == source) & (hops.target == target)
-        nbytes = amount_over_time(
-            hops.start_s[mine], hops.wire_end_s[mine], hops.nbytes[mine], edges_s
-        )
+        order = np.argsort(hops.wire_end_s[mine], kind="stable")
+        arrived_s, nbytes = hops.wire_end_s[mine][order], hops.nbytes[mine][order]
+        # Bytes that waited behind others moved after these had arrived.
+        began_s = np.maximum(hops.start_s[mine][order], np.append(-np.inf, arrived_s[:-1]))
+        nbytes = amount_over_time(began_s, arrived_s, nbytes, edges_s)
         rate, limit = nbytes / np.diff(edges_s), rows[link].bandwidth
         most = max(float(rate.max()), limit)
         label = f"{link}: up to {rate_text(float(rate.max()))}"

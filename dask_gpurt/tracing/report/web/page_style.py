@@ -32,9 +32,9 @@ ol.verdict p { margin: .3rem 0 0; }
 code { display: inline-block; margin-top: .5rem; padding: .15rem .5rem; border-radius: .3rem;
   background: var(--page); border: 1px solid var(--rule);
   font: .85rem ui-monospace, Menlo, Consolas, monospace; }
-svg { display: block; width: 100%; }
+svg { display: block; width: 100%; shape-rendering: crispEdges; }
 .strip { height: 2.25rem; border-radius: .3rem; overflow: hidden; }
-.heat { height: 1.1rem; background: var(--page); }
+.use { height: 1.6rem; border-bottom: 1px solid var(--rule); background: var(--page); }
 .area { height: 5rem; background: var(--page); }
 .area path { fill: var(--network); fill-opacity: .35; stroke: var(--network);
   stroke-width: 1.5; vector-effect: non-scaling-stroke; }
@@ -47,7 +47,6 @@ rect.disk { fill: var(--disk); } i.disk { background: var(--disk); }
 rect.thread { fill: var(--thread); } i.thread { background: var(--thread); }
 rect.scheduler { fill: var(--scheduler); } i.scheduler { background: var(--scheduler); }
 rect.client { fill: var(--client); } i.client { background: var(--client); }
-rect.heat-cell { fill: var(--heat); }
 .axis { display: flex; justify-content: space-between; color: var(--faint); font-size: .8rem;
   font-variant-numeric: tabular-nums; margin-top: .15rem; }
 .rows { display: grid; grid-template-columns: minmax(6rem, 14rem) 1fr; gap: .2rem .75rem;
@@ -66,7 +65,7 @@ tbody tr:last-child td { border-bottom: 0; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 td.name { min-width: 8rem; }
 td .bar { display: block; height: .25rem; border-radius: .15rem; background: var(--heat);
-  margin-top: .15rem; }
+  margin: .15rem 0 0 auto; }
 .more { color: var(--faint); font-size: .85rem; margin: .5rem 0 0; }
 dl { display: grid; grid-template-columns: minmax(6rem, max-content) 1fr; gap: .2rem 1.25rem;
   margin: 0; font-size: .9rem; }
@@ -78,13 +77,14 @@ dt { color: var(--faint); } dd { margin: 0; }
   .rows { grid-template-columns: 1fr; gap: .1rem; } .rows > .axis { grid-column: 1; }
   .rows > span { margin-top: .35rem; }
   thead { display: none; }
-  tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--rule); }
+  tr { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.25rem; padding: .5rem 0;
+    border-bottom: 1px solid var(--rule); }
   tbody tr:last-child { border-bottom: 0; }
-  td, td.n { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: .05rem 0;
-    text-align: right; white-space: normal; }
+  td, td.n { display: flex; justify-content: space-between; gap: .5rem; border: 0;
+    padding: .05rem 0; text-align: right; white-space: normal; }
   td::before { content: attr(data-label); color: var(--faint); text-align: left;
     flex: none; max-width: 50%; }
-  td.name { font-weight: 600; text-align: left; display: block; }
+  td.name { font-weight: 600; text-align: left; display: block; grid-column: 1 / -1; }
   td.name::before { content: none; }
   td .bar { display: none; }
 }

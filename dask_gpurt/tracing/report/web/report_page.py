@@ -71,7 +71,7 @@ def _about_line(report: TraceReport) -> str:
         count_text(len(trace.tasks), "task"),
     ]
     if trace.began_utc_s:
-        began = datetime.datetime.fromtimestamp(trace.began_utc_s, datetime.timezone.utc)
+        began = datetime.datetime.fromtimestamp(trace.began_utc_s, datetime.UTC)
         parts.append(f"began {began:%Y-%m-%d %H:%M:%S} UTC")
     return escape(", ".join(parts))
 
@@ -134,8 +134,8 @@ def _workers(report: TraceReport) -> str:
     ]
     pictures = f'<div class="box">{workers_over_time(report)}</div>' if report.workers else ""
     return f"""<h2>Workers</h2>
-<p class="faint">Threads that ran tasks over time, the busiest worker first. Dark is all threads,
-empty is none.</p>
+<p class="faint">Threads over time, the busiest worker first: <i class="key computing"></i>ran
+tasks, <i class="key receivers"></i>waited in a task for peers.</p>
 {pictures}
 <div style="margin-top:1rem">{table_html(columns, report.workers, "The trace has no worker.")}</div>
 """
@@ -174,6 +174,7 @@ def _tasks(report: TraceReport) -> str:
         TableColumn(
             "time", lambda row: seconds_text(row.task_s), share=lambda row: row.task_s / most_s
         ),
+        TableColumn("held back", lambda row: seconds_text(row.held_back_s)),
         TableColumn("median", lambda row: seconds_text(row.median_s)),
         TableColumn("longest", lambda row: seconds_text(row.longest_s)),
         TableColumn("output", lambda row: nbytes_text(row.nbytes)),
