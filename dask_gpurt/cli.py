@@ -332,5 +332,28 @@ def trace(
     sys.exit(code)
 
 
+@gpurt.command(context_settings=_CONTEXT)
+@_json
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT",
+    help="Write the report to OUT, as one HTML page.",
+)
+@click.argument("file", type=click.Path(path_type=Path))
+def report(file: Path, as_json: bool, html: Path | None) -> None:
+    """Show where the time of a traced program went, and which changes help.
+
+    FILE is a trace. No cluster is needed.
+    """
+    from dask_gpurt.command.traces.show_report import show
+
+    try:
+        code = show(file, as_json, html)
+    except OSError as error:
+        code = _fail("report", error)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
     gpurt(prog_name="dask gpurt")

@@ -64,7 +64,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
     # Perfetto is optional. Foreign traces are SQLite files; ours may be compressed.
-    "tracing": ({"errors"}, {"numpy", "perfetto"}, {"os"}),
+    # Devices: names of lanes, and the formula of the overlap, which is one for `status` and reports.
+    "tracing": ({"devices", "errors"}, {"numpy", "perfetto"}, {"os"}),
     # `Communicator` is loaded from there when a program first uses it (inside a function).
     "collectives": ({"plugins"}, {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.

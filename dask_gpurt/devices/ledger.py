@@ -155,6 +155,11 @@ def overlap(entries: Iterable[LedgerEntry], measured_s: float | None = None) -> 
         every = [entry for found in lanes.values() for entry in found]
         first_s = min((entry.start_s for entry in every), default=0.0)
         measured_s = max((entry.end_s for entry in every), default=0.0) - first_s
+    return overlap_of_parts(parts_s, measured_s)
+
+
+def overlap_of_parts(parts_s: dict[str, float], measured_s: float) -> Overlap:
+    """Measure how well lanes overlapped, from the busy seconds of each."""
     total_s = sum(parts_s.values())
     could_save_s = total_s - max(parts_s.values(), default=0.0)
     efficiency = (total_s - measured_s) / could_save_s if could_save_s > 0 else None

@@ -1,0 +1,65 @@
+"""What the parts of a report know together. The rules that look for bottlenecks read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dask_gpurt.tracing.report.critical_path import CriticalPath
+from dask_gpurt.tracing.report.event_columns import Columns
+from dask_gpurt.tracing.report.idle_gaps import IdleGaps
+from dask_gpurt.tracing.report.task_rows import TaskRow
+from dask_gpurt.tracing.report.transfer_rows import TransferRow
+from dask_gpurt.tracing.report.worker_rows import WorkerRow
+
+#: A rule is silent if its change could save a smaller share of the time.
+_LEAST_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All tables of a report, and the columns that they were made from."""
+
+    columns: Columns
+    path: CriticalPath
+    transfers: list[TransferRow]
+    workers: list[WorkerRow]
+    tasks: list[TaskRow]
+    gaps: IdleGaps
+
+    @property
+    def wall_s(self) -> float:
+        return self.columns.wall_s
+
+    @property
+    def n_threads(self) -> int:
+        """Return the threads of all workers."""
+        return sum(one.n_threads for one in self.workers)
+
+    @property
+    def busy_share(self) -> float:
+        """Return the share of the time of all threads in which they ran tasks."""
+        had_s = self.n_threads * self.wall_s
+        return sum(one.task_s for one in self.workers) / had_s if had_s else 0.0
+
+    def is_worth(self, saves_s: float) -> bool:
+        """Return whether so many seconds are worth a change."""
+        return saves_s > 0 and saves_s >= _LEAST_SHARE * self.wall_s
+
+    def setting(self, name: str) -> Any:
+        """Return a setting of the traced cluster by its full name; None if it is not known."""
+        return _found(self.columns.trace.about, name)
+
+
+def _found(about: Mapping[str, Any], name: str) -> Any:
+    if name in about:
+        return about[name]
+    first, _, rest = name.partition(".")
+    for key in (first, "settings", "config"):
+        inner = about.get(key)
+        if isinstance(inner, Mapping):
+            found = _found(inner, rest if key == first and rest else name)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,226 @@
+"""The page of a report: the verdict, the critical path, and the tables with their pictures."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from html import escape
+
+from dask_gpurt.tracing.bottleneck import Bottleneck
+from dask_gpurt.tracing.report.amounts import (
+    count_text,
+    nbytes_text,
+    rate_text,
+    seconds_text,
+    share_text,
+)
+from dask_gpurt.tracing.report.trace_report import TraceReport
+from dask_gpurt.tracing.report.web.html_parts import TableColumn, table_html, text_html
+from dask_gpurt.tracing.report.web.over_time import (
+    COLOURS,
+    links_over_time,
+    path_over_time,
+    workers_over_time,
+)
+from dask_gpurt.tracing.report.web.page_style import STYLE
+
+#: Longest value in the list of settings.
+_MOST_CHARACTERS = 2000
+
+
+def report_page(report: TraceReport, name: str) -> str:
+    """Return the page as a complete document, which is well-formed XML too.
+
+    Parameters
+    ----------
+    name
+        Name of the trace, for the title.
+    """
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"/>
+<title>{text_html(name)}: dask_gpurt report</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{text_html(name)}</h1>
+<p class="faint">{_about_line(report)}</p>
+{_verdict(report)}
+{_path(report)}
+{_workers(report)}
+{_transfers(report)}
+{_tasks(report)}
+{_gaps(report)}
+{_notes(report)}
+</main>
+</body>
+</html>
+"""
+
+
+def _about_line(report: TraceReport) -> str:
+    trace = report.findings.columns.trace
+    parts = [
+        seconds_text(report.wall_s),
+        count_text(len(report.workers), "worker"),
+        count_text(report.findings.n_threads, "thread"),
+        count_text(len(trace.tasks), "task"),
+    ]
+    if trace.began_utc_s:
+        began = datetime.datetime.fromtimestamp(trace.began_utc_s, datetime.UTC)
+        parts.append(f"began {began:%Y-%m-%d %H:%M:%S} UTC")
+    return escape(", ".join(parts))
+
+
+def _verdict(report: TraceReport) -> str:
+    headline = f'<p class="headline">{text_html(report.headline, 1000)}</p>'
+    if not report.bottlenecks:
+        return f'{headline}<p class="box">{text_html(report.closing)}</p>'
+    return f'{headline}<ol class="verdict">{"".join(map(_bottleneck, report.bottlenecks))}</ol>'
+
+
+def _bottleneck(one: Bottleneck) -> str:
+    saves = ""
+    if one.saves_s is not None:
+        saves = f'<span class="saves">saves up to {seconds_text(one.saves_s)}</span>'
+    setting = f"<code>{text_html(one.setting)}</code>" if one.setting else ""
+    evidence = text_html(one.evidence[:1].upper() + one.evidence[1:], 1000)
+    return (
+        f'<li class="box" id="{escape(one.rule)}">{saves}<b>{escape(one.rule)}</b>'
+        f"<p>{evidence}.</p><p>{text_html(one.advice, 1000)}</p>{setting}</li>"
+    )
+
+
+def _path(report: TraceReport) -> str:
+    if not report.wall_s:
+        return ""
+    keys = [
+        TableColumn("part", lambda part: part.text, is_number=False),
+        TableColumn("time", lambda part: seconds_text(part.seconds)),
+        TableColumn("of all", lambda part: share_text(part.seconds / report.wall_s)),
+    ]
+    strip = path_over_time(report)
+    parts = table_html(keys, report.path.parts, "")
+    # The colours of the strip: each part has that of its kind.
+    for part in report.path.parts:
+        name = f"<span>{text_html(part.text)}</span>"
+        key = f'<i class="key {COLOURS[part.kind]}"></i>{text_html(part.text)}'
+        parts = parts.replace(name, f"<span>{key}</span>", 1)
+    return f"""<h2>Critical path</h2>
+<p class="faint">The chain of causes that ends with the last result. What is not on it costs no
+time.</p>
+{strip}
+<div style="margin-top:1rem">{parts}</div>"""
+
+
+def _workers(report: TraceReport) -> str:
+    columns = [
+        TableColumn("worker", lambda row: row.name, is_number=False),
+        TableColumn("host", lambda row: row.host, is_number=False),
+        TableColumn("threads", lambda row: str(row.n_threads)),
+        TableColumn("tasks", lambda row: f"{row.n_tasks:,}"),
+        TableColumn(
+            "busy", lambda row: share_text(row.busy_share), share=lambda row: row.busy_share
+        ),
+        TableColumn("skew", lambda row: f"{row.skew:.2f}"),
+        TableColumn("slowness", lambda row: f"{row.slowness:.2f}"),
+        TableColumn("overlapped", lambda row: _overlap(row.overlap)),
+        TableColumn("sent", lambda row: nbytes_text(row.sent_nbytes)),
+        TableColumn("received", lambda row: nbytes_text(row.received_nbytes)),
+    ]
+    pictures = f'<div class="box">{workers_over_time(report)}</div>' if report.workers else ""
+    return f"""<h2>Workers</h2>
+<p class="faint">Threads over time, the busiest worker first: <i class="key computing"></i>ran
+tasks, <i class="key receivers"></i>waited in a task for peers.</p>
+{pictures}
+<div style="margin-top:1rem">{table_html(columns, report.workers, "The trace has no worker.")}</div>
+"""
+
+
+def _overlap(share: float | None) -> str:
+    return "-" if share is None else share_text(max(share, 0.0))
+
+
+def _transfers(report: TraceReport) -> str:
+    longest_s = max((row.busy_s for row in report.transfers), default=0.0) or 1.0
+    columns = [
+        TableColumn("link", lambda row: row.link, is_number=False),
+        TableColumn("kind", lambda row: row.kind, is_number=False),
+        TableColumn("way", lambda row: row.way or "-", is_number=False),
+        TableColumn("bytes", lambda row: nbytes_text(row.nbytes)),
+        TableColumn("number", lambda row: f"{row.n_transfers:,}"),
+        TableColumn("mean size", lambda row: nbytes_text(row.mean_nbytes)),
+        TableColumn(
+            "busy", lambda row: seconds_text(row.busy_s), share=lambda row: row.busy_s / longest_s
+        ),
+        TableColumn("rate", lambda row: rate_text(row.rate)),
+        TableColumn("of link", lambda row: share_text(row.share)),
+    ]
+    return f"""<h2>Transfers</h2>
+<p class="faint">Busiest first. The rate is that of the link while it was busy.</p>
+{table_html(columns, report.transfers, "Nothing moved.")}
+<div style="margin-top:1rem">{links_over_time(report)}</div>"""
+
+
+def _tasks(report: TraceReport) -> str:
+    most_s = max((row.task_s for row in report.tasks), default=0.0) or 1.0
+    columns = [
+        TableColumn("prefix", lambda row: row.prefix, is_number=False),
+        TableColumn("tasks", lambda row: f"{row.n_tasks:,}"),
+        TableColumn(
+            "time", lambda row: seconds_text(row.task_s), share=lambda row: row.task_s / most_s
+        ),
+        TableColumn("held back", lambda row: seconds_text(row.held_back_s)),
+        TableColumn("median", lambda row: seconds_text(row.median_s)),
+        TableColumn("longest", lambda row: seconds_text(row.longest_s)),
+        TableColumn("output", lambda row: nbytes_text(row.nbytes)),
+    ]
+    waiting = [
+        TableColumn("prefix", lambda row: row.prefix, is_number=False),
+        TableColumn("waited", lambda row: seconds_text(row.data_wait_s)),
+        TableColumn("of a task", lambda row: seconds_text(row.data_wait_s / row.n_tasks)),
+        TableColumn("then for a thread or memory", lambda row: seconds_text(row.start_wait_s)),
+    ]
+    return f"""<h2>Tasks</h2>
+<p class="faint">By prefix. Times are added up over threads.</p>
+{table_html(columns, report.tasks, "No task ran.")}
+<h2>Tasks that waited for data</h2>
+<p class="faint">From the scheduler's decision where a task runs until its inputs were there, added
+up over tasks.</p>
+{table_html(waiting, report.waiting, "No task waited for data.")}"""
+
+
+def _gaps(report: TraceReport) -> str:
+    columns = [
+        TableColumn("worker", lambda row: row.worker, is_number=False),
+        TableColumn("waited for", lambda row: row.waited_for, is_number=False),
+        TableColumn("gaps", lambda row: f"{row.n_gaps:,}"),
+        TableColumn("time", lambda row: seconds_text(row.seconds)),
+        TableColumn("longest", lambda row: seconds_text(row.longest_s)),
+    ]
+    return f"""<h2>Idle threads</h2>
+<p class="faint">Gaps from 0.1 s between tasks: {seconds_text(report.gaps.total_s)} over all
+threads.</p>
+{table_html(columns, report.gaps.rows, "No thread was idle for as long.")}"""
+
+
+def _notes(report: TraceReport) -> str:
+    notes = "".join(f"<li>{text_html(note)}</li>" for note in report.notes[:20])
+    if len(report.notes) > 20:
+        notes += f"<li>and {len(report.notes) - 20:,} more</li>"
+    lacks = f"<h2>What the trace lacks</h2><ul>{notes}</ul>" if notes else ""
+    items = "".join(
+        f"<dt>{text_html(str(name))}</dt><dd>{_value(value)}</dd>"
+        for name, value in report.findings.columns.trace.about.items()
+    )
+    about = f'<h2>Program and settings</h2><dl class="box">{items}</dl>' if items else ""
+    return lacks + about
+
+
+def _value(value: object) -> str:
+    is_text = isinstance(value, str)
+    return text_html(value if is_text else json.dumps(value, default=str), _MOST_CHARACTERS)  # type: ignore[arg-type]

@@ -1,0 +1,137 @@
+"""Workers: how busy their threads were, how far from the mean, and how much work overlapped."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from dask_gpurt.devices.ledger import COMPUTE, WAITING, overlap_of_parts
+from dask_gpurt.tracing.events import PHASE
+from dask_gpurt.tracing.report.busy_time import busy_by_group
+from dask_gpurt.tracing.report.event_columns import Columns
+
+#: Name of the lane of tasks in `WorkerRow.lanes_s`.
+TASKS = COMPUTE
+
+
+class WorkerRow(NamedTuple):
+    """One worker.
+
+    Attributes
+    ----------
+    task_s
+        Seconds of its tasks without their waits for peers, added up over threads.
+    busy_share
+        The same as a share of what its threads had.
+    skew
+        Its busy share over the mean of all workers. 1 is even.
+    slowness
+        Its time for tasks over the time that others take for the same ones. 1 is even.
+    lanes_s
+        Busy seconds of each lane; of tasks as `TASKS`.
+    overlap
+        Share of the time that overlap could save and did save, as in the ledger; None if only one
+        lane did anything.
+    """
+
+    process: int
+    name: str
+    host: str
+    n_threads: int
+    n_tasks: int
+    task_s: float
+    busy_share: float
+    skew: float
+    slowness: float
+    sent_nbytes: float
+    received_nbytes: float
+    lanes_s: dict[str, float]
+    overlap: float | None
+
+
+def worker_rows(columns: Columns) -> list[WorkerRow]:
+    """Return a row for each worker, the busiest first."""
+    tasks, hops, places = columns.tasks, columns.hops, columns.places
+    n = places.n_processes
+    task_s = np.bincount(tasks.process, columns.working_s, minlength=n)
+    n_tasks = np.bincount(tasks.process, minlength=n)
+    sent = np.bincount(hops.sender, hops.nbytes, minlength=n)
+    received = np.bincount(hops.receiver, hops.nbytes, minlength=n)
+    lanes, slowness = _lanes(columns), _slowness(columns)
+    threads = {i: columns.n_threads(i) for i in places.workers}
+    shares = {
+        i: float(task_s[i]) / (n_threads * columns.wall_s) if n_threads and columns.wall_s else 0.0
+        for i, n_threads in threads.items()
+    }
+    mean = sum(shares.values()) / len(shares) if shares else 0.0
+    rows = []
+    for i in places.workers:
+        lanes_s, measured_s = lanes.get(i, ({}, 0.0))
+        rows.append(
+            WorkerRow(
+                i,
+                places.names[i],
+                places.hosts[i],
+                threads[i],
+                int(n_tasks[i]),
+                float(task_s[i]),
+                shares[i],
+                shares[i] / mean if mean else 1.0,
+                float(slowness[i]),
+                float(sent[i]),
+                float(received[i]),
+                lanes_s,
+                overlap_of_parts(lanes_s, measured_s).efficiency,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.busy_share)
+
+
+def _lanes(columns: Columns) -> dict[int, tuple[dict[str, float], float]]:
+    """Return for each process the busy seconds of its lanes, and the period of their work."""
+    work, tasks = columns.work, columns.tasks
+    names = list(dict.fromkeys([*work.lanes, TASKS]))
+    # Phases are parts of tasks. The ledger of a worker may have its tasks too: one of both counts.
+    is_task_of_ledger = work.is_lane(COMPUTE) & ~work.is_path(WAITING)
+    picked = np.flatnonzero(~work.is_lane(PHASE) & ~is_task_of_ledger)
+    process = np.concatenate([work.process[picked], tasks.process])
+    compute = np.full(len(tasks), names.index(TASKS))
+    lane = np.concatenate([work.lane[picked], compute])
+    start_s = np.concatenate([work.start_s[picked], tasks.start_s])
+    end_s = np.concatenate([work.end_s[picked], tasks.end_s])
+    is_wait = work.is_path(WAITING)[picked]
+    weight = np.concatenate([np.where(is_wait, -1, 1), np.ones(len(tasks), dtype=int)])
+    if not len(process):
+        return {}
+    group = process.astype(np.int64) * len(names) + lane
+    busy_s = busy_by_group(group, start_s, end_s, columns.places.n_processes * len(names), weight)
+    first_s = np.full(columns.places.n_processes, np.inf)
+    last_s = np.full(columns.places.n_processes, -np.inf)
+    np.minimum.at(first_s, process, start_s)
+    np.maximum.at(last_s, process, end_s)
+    found = {}
+    for i in np.unique(process).tolist():
+        mine = busy_s[i * len(names) : (i + 1) * len(names)]
+        parts = {name: float(s) for name, s in zip(names, mine, strict=True) if s > 0}
+        found[i] = parts, float(last_s[i] - first_s[i])
+    return found
+
+
+def _slowness(columns: Columns) -> np.ndarray:
+    """Return for each process its seconds over those of a mean process for the same tasks."""
+    tasks, n = columns.tasks, columns.places.n_processes
+    spent_s = columns.working_s
+    n_prefixes = len(tasks.prefixes)
+    total_s = np.bincount(tasks.prefix, spent_s, minlength=n_prefixes)
+    counted = np.bincount(tasks.prefix, minlength=n_prefixes)
+    pair = tasks.process.astype(np.int64) * n_prefixes + tasks.prefix
+    own_s = np.bincount(pair, spent_s, minlength=n * n_prefixes).reshape(n, n_prefixes)
+    own_n = np.bincount(pair, minlength=n * n_prefixes).reshape(n, n_prefixes)
+    # Against the others alone. A prefix that no other process ran says nothing.
+    others_n = counted - own_n
+    expected_s = own_n * (total_s - own_s) / np.maximum(others_n, 1)
+    is_shared = (others_n > 0) & (own_n > 0)
+    own_s, expected_s = np.where(is_shared, own_s, 0), np.where(is_shared, expected_s, 0)
+    own, expected = own_s.sum(axis=1), expected_s.sum(axis=1)
+    return np.where(expected > 0, own / np.maximum(expected, 1e-12), 1.0)
