@@ -20,6 +20,7 @@
     ├── CollectiveError (RuntimeError)      an operation of a group of ranks cannot go on
     │   ├── RankLostError                   ... because the worker of a rank is gone
     │   └── GangError                       ... or the ranks cannot run at the same time
+    ├── TraceFileError (OSError)            the file of a trace cannot be read or written
     └── SimulationError (RuntimeError)      a simulation cannot finish
         └── TraceError (ValueError)         a recorded workload cannot be replayed
 
@@ -121,6 +122,10 @@ class RankLostError(CollectiveError):
 
 class GangError(CollectiveError):
     """The ranks of a group cannot run at the same time. None of them has begun its step."""
+
+
+class TraceFileError(GpurtError, OSError):
+    """The file of a trace is damaged or foreign, or cannot be read or written."""
 
 
 class SimulationError(GpurtError, RuntimeError):
