@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -31,8 +32,11 @@ _DAMAGE = (
     KeyError,
     OverflowError,
     RecursionError,
+    TraceFileError,
     TypeError,
     ValueError,
+    gzip.BadGzipFile,
+    zlib.error,
 )
 
 
@@ -107,14 +111,13 @@ def read(path: str | os.PathLike[str]) -> Trace:
             content = gzip.GzipFile(fileobj=file) if ending == ".json.gz" else file
             with io.TextIOWrapper(content, encoding="ascii", newline="\n") as text:
                 return chrome.read(text)
-    except TraceFileError as error:
-        raise TraceFileError(f"{path} is no trace that can be read: {error}") from error
+    except _DAMAGE as error:
+        why = str(error)
+        if not isinstance(error, TraceFileError):
+            why = f"it is damaged, or dask_gpurt did not write it ({error!r})"
+        raise TraceFileError(f"{path} is no trace that can be read: {why}") from error
     except OSError as error:
         raise TraceFileError(f"cannot read {path}: {error.strerror or error}") from error
-    except _DAMAGE as error:
-        raise TraceFileError(
-            f"{path} is damaged, or dask_gpurt did not write it: {error!r}"
-        ) from error
 
 
 def _ending(path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, TaskTimes
@@ -16,11 +16,22 @@ from dask_gpurt.tracing.formats.drawing import nanoseconds, seconds
 
 Value = int | float | str
 
+
+class Unit(NamedTuple):
+    """The unit of a format for waits of tasks."""
+
+    name: str
+    nanoseconds: int
+
+
+NANOSECONDS, MICROSECONDS = Unit("ns", 1), Unit("us", 1000)
+
 #: Fields that the picture shows: the process, the row, the name and the length of a slice.
 _SHOWN = {"process", "lane", "path", "key", "start_s", "end_s", "thread"}
-#: Times of a task, as nanoseconds that they are before its start, and after its end.
-_BEFORE = {"ready_s": "ready_ns", "assigned_s": "assigned_ns", "here_s": "here_ns"}
-_AFTER = {"known_s": "known_ns"}
+#: What a task waited for before its start, the last first, and the time at which it began to.
+_WAITS = (("for_thread", "here_s"), ("for_data", "assigned_s"), ("for_worker", "ready_s"))
+#: From its end until the scheduler knew of it.
+_AFTER = "until_known"
 
 _WORK = {name: LaneWork._field_defaults.get(name, 0) for name in LaneWork._fields}
 _TASK = {name: TaskTimes._field_defaults.get(name, 0) for name in TaskTimes._fields}
@@ -28,7 +39,7 @@ _IN_WORK = {name: default for name, default in _WORK.items() if name not in _SHO
 _IN_TASK = {
     name: default
     for name, default in _TASK.items()
-    if name not in _SHOWN | {"number", "needs", *_BEFORE, *_AFTER}
+    if name not in _SHOWN | {"number", "needs", "ready_s", "assigned_s", "here_s", "known_s"}
 }
 
 #: The most tasks that one range of a damaged file may name.
@@ -45,16 +56,18 @@ def of_work(work: LaneWork) -> dict[str, Value]:
     }
 
 
-def of_task(task: TaskTimes) -> dict[str, Value]:
-    """Return the arguments of a task."""
-    start_ns, end_ns = nanoseconds(task.start_s), nanoseconds(task.end_s)
+def of_task(task: TaskTimes, start_ns: int, end_ns: int, unit: Unit) -> dict[str, Value]:
+    """Return the arguments of a task, whose slice has this start and end in the file."""
     found: dict[str, Value] = {"number": task.number}
     if task.needs:
         found["needs"] = as_ranges(task.needs)
-    for field, name in _BEFORE.items():
-        found[name] = start_ns - nanoseconds(getattr(task, field))
-    for field, name in _AFTER.items():
-        found[name] = nanoseconds(getattr(task, field)) - end_ns
+    at_ns = start_ns
+    for name, field in _WAITS:
+        units = round((at_ns - nanoseconds(getattr(task, field))) / unit.nanoseconds)
+        found[f"{name}_{unit.name}"] = units
+        at_ns -= units * unit.nanoseconds
+    after_ns = nanoseconds(task.known_s) - end_ns
+    found[f"{_AFTER}_{unit.name}"] = round(after_ns / unit.nanoseconds)
     for name, default in _IN_TASK.items():
         if (value := getattr(task, name)) != default:
             found[name] = value
@@ -90,13 +103,21 @@ def work_of(
 
 
 def task_of(
-    process: int, key: str, thread: int, start_ns: int, end_ns: int, arguments: Mapping[str, Any]
+    process: int,
+    key: str,
+    thread: int,
+    start_ns: int,
+    end_ns: int,
+    arguments: Mapping[str, Any],
+    unit: Unit,
 ) -> TaskTimes:
     """Return the task that a slice shows. Inverse of `of_task`."""
-    times: dict[str, Any] = {
-        field: seconds(start_ns - arguments[name]) for field, name in _BEFORE.items()
-    }
-    times |= {field: seconds(end_ns + arguments[name]) for field, name in _AFTER.items()}
+    times: dict[str, Any] = {}
+    at_ns = start_ns
+    for name, field in _WAITS:
+        at_ns -= arguments[f"{name}_{unit.name}"] * unit.nanoseconds
+        times[field] = seconds(at_ns)
+    known_ns = end_ns + arguments[f"{_AFTER}_{unit.name}"] * unit.nanoseconds
     return TaskTimes(
         number=arguments["number"],
         key=key,
@@ -105,6 +126,7 @@ def task_of(
         start_s=seconds(start_ns),
         end_s=seconds(end_ns),
         thread=thread,
+        known_s=seconds(known_ns),
         **times,
         **{name: arguments.get(name, default) for name, default in _IN_TASK.items()},
     )

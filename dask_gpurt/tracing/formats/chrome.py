@@ -1,7 +1,7 @@
 """Chrome's trace format: JSON that Perfetto and Chrome's own viewer open. Needs nothing.
 
-An event has one line, so that a file is written and read in pieces. Complete events are slices;
-flow events are arrows. A message's slices name its arrow themselves, which takes fewer lines.
+An event has one line, so that a file is written and read in pieces. Complete events are slices.
+The slices of a chain name it themselves; flow events are the other arrows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, TextIO
 
 from dask_gpurt.errors import TraceFileError
-from dask_gpurt.tracing.events import FETCH, Instant, LaneWork, Sample, TaskTimes, Trace
+from dask_gpurt.tracing.events import Instant, Sample, TaskTimes, Trace
 from dask_gpurt.tracing.formats import arguments
-from dask_gpurt.tracing.formats.arrows import NO_ARROWS
 from dask_gpurt.tracing.formats.drawing import (
     INSTANTS,
     LANE,
@@ -32,6 +31,8 @@ from dask_gpurt.tracing.formats.header import Header, decode, encode
 #: The order of a process' rows in a viewer: by kind, then as they appear.
 _ORDER = {INSTANTS: 0, THREAD: 1, LANE: 2, QUANTITY: 3}
 _OF_A_KIND = 1_000_000
+#: Times are in tenths of microseconds. More digits would make files a quarter larger.
+_TICK_NS = 100
 #: Lines that are parsed at once. One at a time takes longer.
 _N_LINES = 4096
 
@@ -87,35 +88,37 @@ def _of_row(row: Row) -> Iterator[str]:
 
 def _of_slice(drawn: Begin, where: str, zero_ns: int) -> Iterator[str]:
     event = drawn.event
-    at = _microseconds(drawn.at_ns + zero_ns)
+    start, end = (_ticks(time_ns + zero_ns) for time_ns in (drawn.at_ns, drawn.end_ns))
+    at = _microseconds(start)
     if isinstance(event, TaskTimes):
-        name, category, found = event.key, "task", arguments.of_task(event)
+        name, category = event.key, "task"
+        start_ns, end_ns = (ticks * _TICK_NS - zero_ns for ticks in (start, end))
+        found = arguments.of_task(event, start_ns, end_ns, arguments.MICROSECONDS)
     else:
         name, category, found = event.path, event.lane, arguments.of_work(event)
     flow = ""
     arrows = drawn.arrows
-    if isinstance(event, LaneWork) and event.lane != FETCH and (arrows.out or arrows.into):
-        (number,) = arrows.out or arrows.into
-        flow = f',"bind_id":"{number:#x}","flow_{"out" if arrows.out else "in"}":true'
-        arrows = NO_ARROWS
-    length = _microseconds(drawn.end_ns - drawn.at_ns)
+    if arrows.chain:
+        flow = f',"bind_id":"{arrows.chain:#x}"'
+        flow += ',"flow_in":true' * arrows.comes + ',"flow_out":true' * arrows.goes
+    about = json.dumps(found, separators=(",", ":"))
     yield (
-        f'{{"ph":"X",{where},"cat":{quoted(category)},"name":{quoted(name)},"ts":{at},'
-        f'"dur":{length}{flow},"args":{json.dumps(found, separators=(",", ":"))}}}'
+        f'{{"ph":"X",{where},"cat":{quoted(category)},"name":{quoted(name)}{flow},'
+        f'"ts":{at},"dur":{_microseconds(end - start)},"args":{about}}}'
     )
     for phase, numbers in (("s", arrows.out), ("t", arrows.through), ("f", arrows.into)):
         # Without `bp`, an arrow would end at the next slice.
-        end = ',"bp":"e"' if phase == "f" else ""
+        binding = ',"bp":"e"' if phase == "f" else ""
         for number in numbers:
             yield (
                 f'{{"ph":"{phase}",{where},"cat":"output","name":"output","id":{number},'
-                f'"ts":{at}{end}}}'
+                f'"ts":{at}{binding}}}'
             )
 
 
 def _of_point(drawn: Point, where: str, zero_ns: int) -> str:
     event = drawn.event
-    at = _microseconds(drawn.at_ns + zero_ns)
+    at = _microseconds(_ticks(drawn.at_ns + zero_ns))
     if isinstance(event, Instant):
         detail = json.dumps({"detail": event.detail})
         return f'{{"ph":"i",{where},"s":"t","name":{quoted(event.name)},"ts":{at},"args":{detail}}}'
@@ -126,9 +129,13 @@ def _of_point(drawn: Point, where: str, zero_ns: int) -> str:
     )
 
 
-def _microseconds(time_ns: int) -> str:
-    whole, rest = divmod(time_ns, 1000)
-    return f"{whole}.{rest:03d}" if rest else str(whole)
+def _ticks(time_ns: int) -> int:
+    return round(time_ns / _TICK_NS)
+
+
+def _microseconds(ticks: int) -> str:
+    whole, tenths = divmod(ticks, 10)
+    return f"{whole}.{tenths}" if tenths else str(whole)
 
 
 def read(file: TextIO) -> Trace:
@@ -177,8 +184,8 @@ class _Reader:
         return self._known.setdefault(text, text)
 
     def _at_ns(self, event: dict[str, Any]) -> int:
-        since_ns: int = round(event["ts"] * 1000)
-        return since_ns - self._zero_ns
+        ticks: int = round(event["ts"] * 10)
+        return ticks * _TICK_NS - self._zero_ns
 
     def _add_slice(self, process: int, event: dict[str, Any]) -> None:
         found = {
@@ -187,9 +194,10 @@ class _Reader:
         }
         name, thread = self._one(event["name"]), self._threads[event["tid"]]
         start_ns = self._at_ns(event)
-        end_ns = start_ns + round(event["dur"] * 1000)
+        end_ns = start_ns + round(event["dur"] * 10) * _TICK_NS
         if arguments.is_task(found):
-            task = arguments.task_of(process, name, thread, start_ns, end_ns, found)
+            unit = arguments.MICROSECONDS
+            task = arguments.task_of(process, name, thread, start_ns, end_ns, found, unit)
             self._trace.tasks.append(task)
         else:
             lane = self._one(event["cat"])

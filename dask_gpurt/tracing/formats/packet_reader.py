@@ -101,15 +101,16 @@ class _Reader:
     def _begin(self, event: Any, header: Header) -> None:
         _, process, thread = self._rows[event.track_uuid]
         name, start_ns = self._names[event.name_iid], self._at_ns - header.zero_ns
-        found = self._arguments(event)
+        found, unit = self._arguments(event), arguments.NANOSECONDS
         # The order of events is that of their starts, and the end is not known yet.
         if arguments.is_task(found):
             tasks = header.trace.tasks
             place = len(tasks)
-            tasks.append(arguments.task_of(process, name, thread, start_ns, start_ns, found))
+            slice_ = process, name, thread, start_ns
+            tasks.append(arguments.task_of(*slice_, start_ns, found, unit))
 
             def end(end_ns: int) -> None:
-                tasks[place] = arguments.task_of(process, name, thread, start_ns, end_ns, found)
+                tasks[place] = arguments.task_of(*slice_, end_ns, found, unit)
 
         else:
             lane = self._categories[event.category_iids[0]]

@@ -173,16 +173,21 @@ class _Writer:
         event = drawn.event
         packet = self._event(drawn.row, drawn.at_ns + zero_ns, self._kinds.TYPE_SLICE_BEGIN)
         if isinstance(event, TaskTimes):
-            name, category, found = event.key, "task", arguments.of_task(event)
+            name, category = event.key, "task"
+            unit = arguments.NANOSECONDS
+            found = arguments.of_task(event, drawn.at_ns, drawn.end_ns, unit)
         else:
             name, category, found = event.path, event.lane, arguments.of_work(event)
         slice_ = packet.track_event
         slice_.name_iid = self._names.number(name, packet)
         slice_.category_iids.append(self._categories.number(category, packet))
-        if drawn.arrows.out or drawn.arrows.through:
-            slice_.flow_ids.extend((*drawn.arrows.out, *drawn.arrows.through))
-        if drawn.arrows.into:
-            slice_.terminating_flow_ids.extend(drawn.arrows.into)
+        arrows = drawn.arrows
+        if arrows.goes:
+            slice_.flow_ids.append(arrows.chain)
+        elif arrows.comes:
+            slice_.terminating_flow_ids.append(arrows.chain)
+        slice_.flow_ids.extend(arrows.out + arrows.through)
+        slice_.terminating_flow_ids.extend(arrows.into)
         self._annotate(packet, found)
 
     def _annotate(self, packet: Any, found: dict[str, arguments.Value]) -> None:
