@@ -22,6 +22,7 @@
     │   └── GangError                       ... or the ranks cannot run at the same time
     ├── TracingError (RuntimeError)         a trace of a cluster cannot begin or go on
     │   └── TraceInProgressError            ... because another trace is on
+    ├── TraceFileError (OSError)            the file of a trace cannot be read or written
     └── SimulationError (RuntimeError)      a simulation cannot finish
         └── TraceError (ValueError)         a recorded workload cannot be replayed
 
@@ -131,6 +132,10 @@ class TracingError(GpurtError, RuntimeError):
 
 class TraceInProgressError(TracingError):
     """A cluster is traced already. It can have one trace at a time."""
+
+
+class TraceFileError(GpurtError, OSError):
+    """The file of a trace is damaged or foreign, or cannot be read or written."""
 
 
 class SimulationError(GpurtError, RuntimeError):

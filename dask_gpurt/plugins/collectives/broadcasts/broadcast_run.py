@@ -173,9 +173,7 @@ class BroadcastRun:
 
         await entered(
             getattr(self._links, "ledger", None),
-            lambda composing: self._links.deliver(
-                address, self._links.transport, composing, call
-            ),
+            lambda composing: self._links.deliver(address, self._links.transport, composing, call),
             compose,
             address,
             "broadcast",

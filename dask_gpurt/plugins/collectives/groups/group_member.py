@@ -221,8 +221,8 @@ class GroupMember:
                 await entered(
                     self.links.ledger,
                     lambda composing: self.links.deliver(
-                address, self.links.transport, composing, call
-            ),
+                        address, self.links.transport, composing, call
+                    ),
                     compose,
                     address,
                     "group",

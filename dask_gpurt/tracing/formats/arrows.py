@@ -1,0 +1,114 @@
+"""Arrows between the events of a trace: of messages, and from a task's output to its consumers.
+
+An arrow has a number. Every event that it touches names the number, and viewers connect these
+events in the order of time. A chain is an arrow from event to event to event. An event is on one
+chain at most, which lets Chrome's format name it in the event itself. This module draws nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from dask_gpurt.tracing.events import FETCH, RECEIVE, SEND, LaneWork, TaskTimes, Trace
+
+#: Most arrows into one task. With more inputs, the last ones to be ready get them: they are the
+#: ones that the task waited for, and a picture with thousands of arrows shows nothing.
+MAX_ARROWS = 16
+
+#: Numbers of messages begin here. Numbers of outputs are smaller.
+_MESSAGES = 1 << 62
+_BITS_OF_MESSAGE = 38
+
+
+@dataclass
+class Arrows:
+    """Numbers of the arrows that touch one event.
+
+    Attributes
+    ----------
+    chain
+        Number of the chain that the event is on; 0 without one.
+    comes, goes
+        The chain comes here from another event, and goes on to another one.
+    out, through, into
+        Other arrows: those that begin here, pass here, and end here.
+    """
+
+    chain: int = 0
+    comes: bool = False
+    goes: bool = False
+    out: list[int] = field(default_factory=list)
+    through: list[int] = field(default_factory=list)
+    into: list[int] = field(default_factory=list)
+
+
+NO_ARROWS = Arrows()
+
+#: What identifies a fetch: its task, the worker that got the output, and the address it came from.
+_Fetch = tuple[int, int, str]
+
+
+class ArrowFinder:
+    """Finds the arrows that touch an event of a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._indices = {process.address: i for i, process in enumerate(trace.processes)}
+        self._numbers = itertools.count(1)
+        self._of_tasks: defaultdict[int, Arrows] = defaultdict(Arrows)
+        self._of_fetches = {_key(work): Arrows() for work in trace.work if work.lane == FETCH}
+        tasks = {task.number: task for task in trace.tasks}
+        for consumer in trace.tasks:
+            inputs = [tasks[one] for one in dict.fromkeys(consumer.needs) if one in tasks]
+            # Viewers draw an arrow in the order of time.
+            inputs = [one for one in inputs if one.start_s <= consumer.start_s]
+            inputs.sort(key=lambda task: task.known_s, reverse=True)
+            for producer in inputs[:MAX_ARROWS]:
+                if producer is not consumer:
+                    peer = trace.processes[producer.process].address
+                    self._connect(producer.number, consumer.number, consumer.process, peer)
+
+    def _connect(self, producer: int, consumer: int, process: int, peer: str) -> None:
+        source, target = self._of_tasks[producer], self._of_tasks[consumer]
+        # A fetch is for its consumer. Several consumers share the fetch of one of them.
+        on_way = self._of_fetches.get((consumer, process, peer))
+        if on_way is None:
+            on_way = self._of_fetches.get((producer, process, peer))
+        if source.goes or target.comes or (on_way is not None and on_way.chain):
+            number = next(self._numbers)
+            source.out.append(number)
+            target.into.append(number)
+            if on_way is not None:
+                on_way.through.append(number)
+            return
+        source.chain = target.chain = source.chain or next(self._numbers)
+        source.goes = target.comes = True
+        if on_way is not None:
+            on_way.chain, on_way.comes, on_way.goes = source.chain, True, True
+
+    def of_task(self, task: TaskTimes) -> Arrows:
+        """Return the arrows of a task."""
+        return self._of_tasks.get(task.number, NO_ARROWS)
+
+    def of_work(self, work: LaneWork) -> Arrows:
+        """Return the arrows of a piece of work."""
+        if work.lane == FETCH:
+            # The first of several fetches for one task from one peer.
+            return self._of_fetches.pop(_key(work), NO_ARROWS)
+        if work.message and work.path == SEND:
+            return Arrows(chain=_number(work.process, work.message), goes=True)
+        if work.message and work.path == RECEIVE:
+            sender = self._indices.get(work.peer)
+            if sender is not None:
+                return Arrows(chain=_number(sender, work.message), comes=True)
+        return NO_ARROWS
+
+
+def _key(fetch: LaneWork) -> _Fetch:
+    return fetch.task, fetch.process, fetch.peer
+
+
+def _number(sender: int, message: int) -> int:
+    bits = (sender << _BITS_OF_MESSAGE) | message % (1 << _BITS_OF_MESSAGE)
+    return _MESSAGES | bits % _MESSAGES
