@@ -123,6 +123,27 @@ def _of_cluster(command: Callable[..., None]) -> Callable[..., None]:
     return with_keys
 
 
+def _trace_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options about the file of a trace."""
+    keys = click.option(
+        "--keys",
+        type=click.Choice(["prefix", "full"]),
+        default="prefix",
+        show_default=True,
+        help="Whether the file has whole keys of tasks, which may hold user data.",
+    )
+    out = click.option(
+        "-o",
+        "--out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=Path("gpurt-trace.json.gz"),
+        show_default=True,
+        metavar="FILE",
+        help="File of the trace; its ending says the format.",
+    )
+    return out(keys(command))
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -299,22 +320,7 @@ def demo(
     show_default=True,
     help="Length of the trace.",
 )
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("gpurt-trace.json.gz"),
-    show_default=True,
-    metavar="FILE",
-    help="File to write.",
-)
-@click.option(
-    "--keys",
-    type=click.Choice(["prefix", "full"]),
-    default="prefix",
-    show_default=True,
-    help="Whether the file has whole keys of tasks, which may hold user data.",
-)
+@_trace_file
 def trace(
     scheduler: str | None, scheduler_file: Path | None, seconds: float, out: Path, keys: Any
 ) -> None:
@@ -352,6 +358,38 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
         code = show(file, as_json, html)
     except OSError as error:
         code = _fail("report", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
+@click.option("--n-workers", type=click.IntRange(1), metavar="N", help="Worker processes.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads of each worker.")
+@_trace_file
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def profile(
+    n_workers: int | None,
+    threads: int | None,
+    out: Path,
+    keys: Any,
+    is_module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT as `run` does, trace its cluster, and show where the time went.
+
+    Open the file at ui.perfetto.dev; `dask gpurt report FILE` shows the report again. If the script
+    uses several clusters, the first one is traced.
+    """
+    from dask_gpurt.command.run import Options, run_script
+    from dask_gpurt.command.script import ScriptError
+
+    options = Options(n_workers, threads, trace_path=out, trace_keys=keys)
+    try:
+        code = run_script(script, list(args), is_module=is_module, options=options)
+    except ScriptError as error:
+        code = _fail("profile", error)
     sys.exit(code)
 
 

@@ -111,6 +111,9 @@ class Recorder:
         Whether to count tasks too, for progress.
     """
 
+    #: Longest wait for the last reading of a client, from another thread than its loop's.
+    last_timeout_s = 2 * READ_TIMEOUT_S
+
     def __init__(self, on_first: Callable[[], None], with_tasks: bool) -> None:
         self._on_first = on_first
         self._with_tasks = with_tasks
@@ -143,7 +146,11 @@ class Recorder:
             poll.cancel()
         if client in self._clients:
             self.drop(client)
-            await self.read(client)
+            await self.read_last(client)
+
+    async def read_last(self, client: Client) -> None:
+        """Read a client for the last time. Runs on its event loop."""
+        await self.read(client)
 
     def drop(self, client: Client) -> None:
         """Stop reading this client: its cluster closes, or has closed."""
@@ -214,14 +221,14 @@ class Recorder:
             self.read_from_outside(client)
 
     def read_from_outside(self, client: Client) -> None:
-        """Read a client from a thread other than its event loop's."""
+        """Read a client for the last time, from a thread other than its event loop's."""
         # An asynchronous client whose loop has stopped, or runs in this thread, cannot be read.
         loop: Any = client.loop
         if client.asynchronous or loop is None or not loop.asyncio_loop.is_running():
             return
         try:
             client.sync(  # type: ignore[no-untyped-call]
-                self.read, client, callback_timeout=2 * READ_TIMEOUT_S
+                self.read_last, client, callback_timeout=self.last_timeout_s
             )
         except Exception:
             return
@@ -323,7 +330,7 @@ def _read_before(owner: Any, name: str, clients_of: Callable[[Any], list[Client]
 
         async def read_and_close() -> Any:
             for client in clients:
-                await _recorder.read(client)
+                await _recorder.read_last(client)
                 _recorder.drop(client)
             return await method(self, *args, **kwargs)
 

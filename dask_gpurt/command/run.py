@@ -14,9 +14,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import dask.config
 
@@ -43,6 +45,9 @@ class Options:
         Size of the cluster for a script without one. None fits the machine.
     progress
         None shows progress only on a terminal.
+    trace_path, trace_keys
+        File for a trace of the first cluster, and whether it has whole keys of tasks. None for no
+        trace.
     """
 
     n_workers: int | None = None
@@ -50,6 +55,8 @@ class Options:
     progress: bool | None = None
     report_path: Path | None = None
     strict: bool = False
+    trace_path: Path | None = None
+    trace_keys: Literal["prefix", "full"] = "prefix"
 
 
 class _Session:
@@ -66,9 +73,7 @@ class _Session:
         self._notes: list[str] = []
         self._pid = os.getpid()
         show = sys.stderr.isatty() if options.progress is None else options.progress
-        self._recorder = observe.Recorder(
-            lambda: self._progress.start() if show else None, with_tasks=show
-        )
+        self._recorder = _recorder(options, lambda: self._progress.start() if show else None, show)
         self._progress = Progress(self._recorder.snapshot)
         observe.install(self._recorder)
         self._lazy = lazy_client.LazyClient(partial(_start_cluster, options))
@@ -107,6 +112,19 @@ class _Session:
         # The script may have closed or replaced stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             print(run_report.as_text(report), file=sys.stderr, flush=True)
+        if (written := getattr(self._recorder, "written", None)) is not None:
+            said = written()
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                print(f"\n{said}", file=sys.stderr, flush=True)
+
+
+def _recorder(options: Options, on_first: Callable[[], None], with_tasks: bool) -> observe.Recorder:
+    if options.trace_path is None:
+        return observe.Recorder(on_first, with_tasks)
+    from dask_gpurt.command.traces.profile import TracingRecorder
+
+    path = options.trace_path.absolute()  # the script may change the current directory
+    return TracingRecorder(on_first, with_tasks, path, options.trace_keys)
 
 
 def _start_cluster(options: Options) -> EmbeddedCluster:
@@ -132,12 +150,13 @@ def run_script(
     Raises
     ------
     ScriptError
-        Nothing was run: there is no such script, or the report's directory does not exist.
+        Nothing was run: there is no such script, or the directory of a file to write.
     """
     options = options or Options()
     script = (find_module if is_module else find_script)(name, args)
-    if options.report_path is not None and not options.report_path.absolute().parent.is_dir():
-        raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
+    for path in (options.report_path, options.trace_path):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ScriptError(f"cannot write {path}: there is no such directory")
     # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
     _switch_on(options.strict)
