@@ -167,7 +167,8 @@ class ClusterTrace:
             The scheduler no longer has the trace.
         """
         scheduler: Any = self._client.scheduler
-        if scheduler is None or self._client.status != "running":
+        # A client that closes runs preloads first, and can still ask.
+        if scheduler is None or self._client.status not in ("running", "closing"):
             raise TracingError("the client was closed, which ends its trace")
         try:
             async with asyncio.timeout(_END_S):
