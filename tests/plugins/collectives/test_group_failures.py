@@ -14,7 +14,8 @@ from distributed import Client, Event, Worker, wait
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.collectives.plans import steps_of
-from dask_gpurt.errors import CollectiveError, RankLostError
+from dask_gpurt.errors import CollectiveError, ProtocolError, RankLostError
+from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
 from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from tests.plugins.collectives.gang import EACH, assert_nothing_stays, forced, on_cluster
 
@@ -183,20 +184,26 @@ async def test_a_silent_rank_is_named_after_the_timeout(c, s, *workers):
 
 
 def one_operation(comm, _, collective, n):
-    array = np.ones(n)
+    array, found = np.ones(n), None
     if collective == "all_reduce":
-        return comm.allreduce(array)
-    if collective == "reduce_scatter":
-        return comm.reduce_scatter(array.reshape(-1, 1))
-    if collective == "all_gather":
-        return comm.all_gather(array)
-    comm.broadcast(array if comm.rank == 0 else None)
-    return comm.barrier()
+        found = comm.allreduce(array)
+    elif collective == "reduce_scatter":
+        comm.reduce_scatter(array.reshape(-1, 1))
+    elif collective == "all_gather":
+        comm.all_gather(array)
+    else:
+        comm.broadcast(array if comm.rank == 0 else None)
+    # A rank that has its part needs no other one, and may end well while that one dies.
+    comm.barrier()
+    return found
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), EACH)
 def test_a_lost_rank_in_each_step_is_named_by_all_others(collective, algorithm):
-    """Its connections break before the step. Large and small messages take turns."""
+    """It dies before the step: its connections break, and it answers no peer any more.
+
+    Large and small messages take turns.
+    """
     hosts = TWO_BY_TWO if algorithm == "two-level" else THREE
 
     @on_cluster(hosts)
@@ -205,19 +212,28 @@ def test_a_lost_rank_in_each_step_is_named_by_all_others(collective, algorithm):
         name = collective.replace("_", "-")
         groups = [address.rpartition(":")[0] for address in sorted(there)]
         n_steps = len(steps_of(name, algorithm, 0, groups, 1))
-        carry_out = OperationRun._carry_out
+        carry_out, take = OperationRun._carry_out, GroupMember.take
         for dead_step in range(n_steps):
             victim = dead_step % len(hosts)
+            dead = set()
 
-            async def dying(run, number, step, victim=victim, dead_step=dead_step):
-                if (run._member.rank, run.epoch, number) == (victim, 0, dead_step):
-                    run._member._worker.batched_stream.comm.abort()
+            async def dying(run, number, step, victim=victim, dead_step=dead_step, dead=dead):
+                member = run._member
+                if (member.rank, run.epoch, number) == (victim, 0, dead_step):
+                    dead.add(member)
+                    member._worker.batched_stream.comm.abort()
                     await run._until(lambda: False, str)
                 await carry_out(run, number, step)
+
+            async def taking(member, *message, dead=dead):
+                if member in dead:
+                    await member.until(lambda: False)
+                return await take(member, *message)
 
             n = (SMALL, LARGE)[dead_step % 2]
             with forced(collective, algorithm), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(OperationRun, "_carry_out", dying)
+                patch.setattr(GroupMember, "take", taking)
                 async with Communicator(c) as comm:
                     futures = await comm.run(one_operation, None, collective, n)
                     others = [one for rank, one in enumerate(futures) if rank != victim]
@@ -299,6 +315,30 @@ async def test_switching_off_ends_groups(c, s, *workers):
         await dask_gpurt.disable(c)
         assert "switched off" in str(await futures[1].exception())
         await Event("go", client=c).set()
-        assert await futures[0] is True
+        # It has called nothing yet, and ends after its group.
+        assert "switched off" in str(await futures[0].exception())
     assert not s.extensions["multi_locks"].requests
     assert "gpurt_gang_begin" not in s.handlers
+
+
+def sends_last(comm, _):
+    comm.broadcast(np.ones(4) if comm.rank == 0 else None)
+    return comm.rank
+
+
+@on_cluster(THREE)
+async def test_a_rank_fails_if_a_peer_lacks_its_last_message(c, s, *workers):
+    """The sender goes on without an answer, so it hears of that only as it ends."""
+    take = GroupMember.take
+
+    async def refusing(member, *message):
+        if member.rank == 1:
+            raise ProtocolError("not in this test")
+        return await take(member, *message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupMember, "take", refusing)
+        async with Communicator(c) as comm:
+            errors = await errors_of(await comm.run(sends_last))
+    assert "rank 1 refused a message: not in this test" in str(errors[0])
+    assert str(errors[0]) == str(errors[1])

@@ -124,16 +124,20 @@ class GroupMember:
             task.cancel()
 
     async def leave(self, failure: GroupFailure | None) -> None:
-        """End this rank's part: its step has returned, or raised."""
+        """End this rank's part: its step has returned, or raised.
+
+        `failure` is set afterwards if the group has failed meanwhile: a peer may not have what this
+        rank sent last.
+        """
         if failure is not None:
             self.end_with(failure)
         for tasks in list(self._behind.values()):
             await asyncio.wait(tasks, timeout=self.timeout_s)
+        if self._telling is not None:
+            await asyncio.wait({self._telling})
         self._is_over = True
         self._drop_messages()
         self.changed()
-        if self._telling is not None:
-            await asyncio.wait({self._telling})
 
     # ------------------------------------------------------------------ operations
 

@@ -392,4 +392,6 @@ def run_rank(
         leave(GroupFailure("failed", text[:MAX_PROBLEM]), comm.counts())
         raise
     leave(None, comm.counts())
+    if member.failure is not None:
+        raise member.failure.error()
     return result
