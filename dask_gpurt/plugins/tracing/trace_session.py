@@ -190,8 +190,10 @@ class TraceSession(SchedulerPlugin):
         request_checks.name("worker", worker)
         if (found := self._find(worker)) is not None:
             found.problem = request_checks.problem(problem)
+            if self.ended_s is not None:
+                found.problem = "it joined as the trace ended"
             found.has_begun = True
-            if self.ended_s is None and found.problem is None:
+            if found.problem is None:
                 # A worker that joins: it has no work before this returns.
                 await self._clocks.compare([found], N_AT_ENDS)
 
@@ -285,7 +287,7 @@ class TraceSession(SchedulerPlugin):
         if number == -1:
             return await asyncio.to_thread(self._recorder.read, offset, PART_NBYTES)
         one = self._workers[number]
-        if one.left_s is not None:
+        if one.left_s is not None or not one.is_whole:
             return await one.read(offset, PART_NBYTES)
         try:
             async with asyncio.timeout(_ANSWER_S):

@@ -1,0 +1,60 @@
+"""Traces of small shuffles on clusters in this process, and what tests read in them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+
+from dask_gpurt.tracing.events import RECEIVE, RELAY, SEND, LaneWork, Trace
+
+ROWS = 20_000
+N_PARTS = 8
+
+Ends = dict[tuple[str, str, int], LaneWork]
+
+
+def part(number: int) -> pd.DataFrame:
+    rng = np.random.default_rng(number)
+    return pd.DataFrame({"key": rng.integers(0, 10_000, ROWS), "x": rng.random(ROWS)})
+
+
+def shuffled() -> Any:
+    """Return the shuffle of `N_PARTS` frames into as many."""
+    lazy = dd.from_map(part, range(N_PARTS), meta=part(0).iloc[:0])
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return lazy.shuffle("key")
+
+
+def message_ends(trace: Trace) -> tuple[Ends, Ends]:
+    """Return sends and receives by sender, receiver and number."""
+    address = [one.address for one in trace.processes]
+    sends, receives = {}, {}
+    for one in trace.work:
+        if one.path in (SEND, RELAY):
+            sends[address[one.process], one.peer, one.message] = one
+        elif one.path == RECEIVE:
+            receives[one.peer, address[one.process], one.message] = one
+    return sends, receives
+
+
+def assert_messages_match(trace: Trace) -> None:
+    """Each send has its receive and none points backwards; bytes are those of the counters."""
+    sends, receives = message_ends(trace)
+    assert sends and sends.keys() == receives.keys()
+    assert all(receives[one].start_s >= sends[one].start_s for one in sends)
+    for number, process in enumerate(trace.processes):
+        for path, counter in ((SEND, "sent_nbytes"), (RECEIVE, "received_nbytes")):
+            moved = (one.nbytes for one in trace.work if one.process == number and one.path == path)
+            assert sum(moved) == process.counters.get(counter, 0)
+
+
+def trace_files(*folders: str) -> Iterator[pathlib.Path]:
+    """Yield files of traces that workers or the scheduler have."""
+    for folder in folders:
+        yield from pathlib.Path(folder).rglob("gpurt-trace-*")
