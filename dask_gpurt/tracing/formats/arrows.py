@@ -11,7 +11,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dask_gpurt.tracing.events import FETCH, RECEIVE, SEND, LaneWork, TaskTimes, Trace
+from dask_gpurt.tracing.events import FETCH, RECEIVE, LaneWork, TaskTimes, Trace
 
 #: Most arrows into one task. With more inputs, the last ones to be ready get them: they are the
 #: ones that the task waited for, and a picture with thousands of arrows shows nothing.
@@ -96,13 +96,14 @@ class ArrowFinder:
         if work.lane == FETCH:
             # The first of several fetches for one task from one peer.
             return self._of_fetches.pop(_key(work), NO_ARROWS)
-        if work.message and work.path == SEND:
+        if not work.message:
+            return NO_ARROWS
+        if work.path != RECEIVE:
             return Arrows(chain=_number(work.process, work.message), goes=True)
-        if work.message and work.path == RECEIVE:
-            sender = self._indices.get(work.peer)
-            if sender is not None:
-                return Arrows(chain=_number(sender, work.message), comes=True)
-        return NO_ARROWS
+        sender = self._indices.get(work.peer)
+        if sender is None:
+            return NO_ARROWS
+        return Arrows(chain=_number(sender, work.message), comes=True)
 
 
 def _key(fetch: LaneWork) -> _Fetch:
