@@ -63,8 +63,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
-    # Perfetto is optional. Foreign traces are SQLite files; ours may be compressed.
-    "tracing": ({"errors"}, {"numpy", "perfetto"}, {"os"}),
+    # Perfetto is optional, and google.protobuf comes with it. Foreign traces are SQLite files.
+    "tracing": ({"errors"}, {"google", "numpy", "perfetto"}, {"os"}),
     # `Communicator` is loaded from there when a program first uses it (inside a function).
     "collectives": ({"plugins"}, {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
@@ -166,6 +166,8 @@ ONLY_IN = {
         "plugins/collectives/groups/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
+    "google": {"tracing/formats/protobuf.py"},
+    "perfetto": {"tracing/formats/protobuf.py"},
     "nvtx": {"devices/cuda/ranges.py"},
     # Only one module may import each device library; others import that module.
     "cudf": {"frames/device/cudf_.py", "codecs/nvcomp.py"},

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from dask_gpurt.command.script import (
     find_module,
     find_script,
 )
+from dask_gpurt.command.traces import nsys_wrapper
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Options:
         Size of the cluster for a script without one. None fits the machine.
     progress
         None shows progress only on a terminal.
+    nsys_directory
+        Folder for reports of Nsight Systems, to run workers under it.
     """
 
     n_workers: int | None = None
@@ -50,6 +53,7 @@ class Options:
     progress: bool | None = None
     report_path: Path | None = None
     strict: bool = False
+    nsys_directory: Path | None = None
 
 
 class _Session:
@@ -111,11 +115,22 @@ class _Session:
 
 def _start_cluster(options: Options) -> EmbeddedCluster:
     """Start the cluster for a script without one, and print the address of its dashboard."""
-    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker)
+    nsys = None
+    if (directory := options.nsys_directory) is not None:
+        if found := nsys_wrapper.find():
+            nsys = found, directory
+            _say(f"reports of Nsight Systems will be in {directory}")
+        else:
+            _say("nsys is not on PATH: workers run without Nsight Systems")
+    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker, nsys)
     if cluster.dashboard is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"dask gpurt run: dashboard: {cluster.dashboard}", file=sys.stderr, flush=True)
+        _say(f"dashboard: {cluster.dashboard}")
     return cluster
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"dask gpurt run: {line}", file=sys.stderr, flush=True)
 
 
 def run_script(
@@ -140,6 +155,8 @@ def run_script(
         raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
     # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
+    if options.nsys_directory is not None:
+        options = replace(options, nsys_directory=_made(options.nsys_directory))
     _switch_on(options.strict)
     session = _Session(options, report_path)
 
@@ -167,6 +184,15 @@ def run_script(
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _made(directory: Path) -> Path:
+    """Make a folder, and return its absolute path."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScriptError(f"cannot make the folder {directory}: {error.strerror}") from error
+    return directory.absolute()
 
 
 def threads_still_work() -> bool:

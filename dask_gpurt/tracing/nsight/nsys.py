@@ -97,13 +97,13 @@ def read_nsys(path: str | os.PathLike[str]) -> Trace:
     """
     with contextlib.closing(Export(path)) as export:
         try:
-            return _Reader(export).read()
+            return _ExportReader(export).read()
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             # SQLite takes texts for numbers.
             raise TraceFileError(f"{path} is damaged: {error!r}") from error
 
 
-class _Reader:
+class _ExportReader:
     """Turns the tables of one export into a trace."""
 
     def __init__(self, export: Export) -> None:

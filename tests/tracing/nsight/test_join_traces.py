@@ -7,7 +7,7 @@ import pytest
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, Trace, TraceProcess
 from dask_gpurt.tracing.files import read, write
-from dask_gpurt.tracing.nsight.joining import join
+from dask_gpurt.tracing.nsight.join_traces import join
 from dask_gpurt.tracing.nsight.nsys import read_nsys
 from tests.tracing.nsight.exports import BEGAN_NS, OTHER_PID, PID, write_export
 

@@ -18,7 +18,7 @@ from dask_gpurt.tracing.events import (
     TraceProcess,
 )
 from dask_gpurt.tracing.formats.arrows import MAX_ARROWS, ArrowFinder
-from dask_gpurt.tracing.formats.drawing import LANE, THREAD, Begin, End, Point, draw
+from dask_gpurt.tracing.formats.picture import LANE, THREAD, PointEvent, SliceBegin, SliceEnd, draw
 from tests.tracing.traces import shuffle_trace, traces
 
 A, B = TraceProcess("tcp://a", "a", "h1"), TraceProcess("tcp://b", "b", "h2")
@@ -37,12 +37,12 @@ def rows_of(trace):
     rows = {}
     depths = {}
     for drawn in draw(trace):
-        if isinstance(drawn, Begin):
+        if isinstance(drawn, SliceBegin):
             key = drawn.row.name, drawn.row.number
             depths[key] = depths.get(key, 0) + 1
             name = getattr(drawn.event, "path", "task")
             rows.setdefault(key, []).append((name, depths[key]))
-        elif isinstance(drawn, End):
+        elif isinstance(drawn, SliceEnd):
             depths[drawn.row.name, drawn.row.number] -= 1
     assert not any(depths.values())
     return list(rows.values())
@@ -57,13 +57,13 @@ def test_slices_of_a_row_lie_in_each_other(trace):
         assert last_ns is None or drawn.at_ns >= last_ns
         last_ns = drawn.at_ns
         ends = open_ends.setdefault(drawn.row.number, [])
-        assert (drawn.row.kind in (THREAD, LANE)) == isinstance(drawn, Begin | End)
-        if isinstance(drawn, Begin):
+        assert (drawn.row.kind in (THREAD, LANE)) == isinstance(drawn, SliceBegin | SliceEnd)
+        if isinstance(drawn, SliceBegin):
             assert not ends or drawn.end_ns <= ends[-1]
             assert drawn.row.process == drawn.event.process
             ends.append(drawn.end_ns)
             n += 1
-        elif isinstance(drawn, End):
+        elif isinstance(drawn, SliceEnd):
             assert ends.pop() == drawn.at_ns
         else:
             n += 1
@@ -100,7 +100,9 @@ def test_a_part_of_a_shuffle_lies_in_its_task():
 
 def test_each_thread_has_its_row_and_a_number():
     tasks = [task(i, i, i + 0.5, thread=thread) for i, thread in enumerate((8, 9, 8))]
-    named = [drawn.row.name for drawn in draw(Trace([A], tasks=tasks)) if isinstance(drawn, Begin)]
+    named = [
+        drawn.row.name for drawn in draw(Trace([A], tasks=tasks)) if isinstance(drawn, SliceBegin)
+    ]
     assert named == ["thread 1", "thread 2", "thread 1"]
 
 
@@ -190,8 +192,8 @@ def test_a_shuffle_is_drawn_with_arrows_in_order():
     ends: dict[int, int] = {}
     n_into = 0
     for drawn in draw(trace):
-        if not isinstance(drawn, Begin):
-            assert isinstance(drawn, End | Point)
+        if not isinstance(drawn, SliceBegin):
+            assert isinstance(drawn, SliceEnd | PointEvent)
             continue
         arrows = drawn.arrows
         for number in (*arrows.into, *arrows.through, *[arrows.chain] * arrows.comes):
