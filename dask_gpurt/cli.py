@@ -298,5 +298,30 @@ def demo(
     )
 
 
+@gpurt.command(context_settings=_CONTEXT)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--join",
+    "ours",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Trace of a cluster. The new file has it too, on its clock.",
+)
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="File to write.")
+def convert(files: tuple[Path, ...], ours: Path | None, out: Path) -> None:
+    """Turn FILES, exports of Nsight Systems, into one trace, or join them to a trace of a cluster.
+
+    FILES are .sqlite files that `nsys export` wrote. A single trace can be named as well, to change
+    its format. The ending of the output decides: .json.gz, .json, .perfetto-trace or .pftrace.
+    """
+    from dask_gpurt.command.traces.convert import convert as convert_files
+    from dask_gpurt.errors import TraceFileError
+
+    try:
+        click.echo(convert_files(files, out, ours))
+    except TraceFileError as error:
+        sys.exit(_fail("convert", error))
+
+
 if __name__ == "__main__":
     gpurt(prog_name="dask gpurt")

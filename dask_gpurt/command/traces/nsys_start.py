@@ -70,7 +70,8 @@ def main() -> None:
     status = process.wait()
     if status < 0:
         # End by the same signal.
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 

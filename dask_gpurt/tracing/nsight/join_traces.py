@@ -1,7 +1,8 @@
-"""Puts a trace of Nsight Systems, or another foreign one, onto the clock of a trace of ours."""
+"""Puts traces of Nsight Systems onto the clock of a trace of ours, or onto one of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from dask_gpurt.errors import TraceFileError
@@ -22,7 +23,7 @@ def join(ours: Trace, theirs: Trace) -> Trace:
     ours
         Times of the result are times of this trace.
     theirs
-        The other trace.
+        A trace of Nsight Systems, as `read_nsys` returns it.
 
     Raises
     ------
@@ -77,6 +78,22 @@ def join(ours: Trace, theirs: Trace) -> Trace:
         instants=sorted([*ours.instants, *instants], key=lambda one: one.at_s),
         about=about,
     )
+
+
+def union(traces: Sequence[Trace]) -> Trace:
+    """Return all events of several traces of Nsight Systems. Time 0 is the earliest of theirs.
+
+    Raises
+    ------
+    TraceFileError
+        One of them has no time of day.
+    """
+    began_s = min(trace.began_utc_s for trace in traces)
+    ends_s = (trace.began_utc_s - began_s + trace.wall_s for trace in traces)
+    found = Trace([], began_utc_s=began_s, wall_s=max(ends_s))
+    for trace in traces:
+        found = join(found, trace)
+    return found
 
 
 def _workers_by_pid(trace: Trace) -> dict[tuple[str, int | None], int]:
