@@ -96,9 +96,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
         # Bokeh: the page on the dashboard, where there is a dashboard.
         # Torch and CuPy: their groups, started on the ranks of ours.
+        # CUPTI: what a GPU did, in a trace.
         DASK
         | {
             "bokeh",
+            "cupti",
             "cupy",
             "msgpack",
             "numpy",
@@ -166,6 +168,7 @@ ONLY_IN = {
         "plugins/collectives/groups/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
+    "cupti": {"plugins/tracing/cupti_recorder.py"},
     "google": {"tracing/formats/protobuf.py"},
     "perfetto": {"tracing/formats/protobuf.py"},
     "nvtx": {"devices/cuda/ranges.py"},
