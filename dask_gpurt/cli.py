@@ -50,6 +50,12 @@ def gpurt() -> None:
     help="Also write the closing report to FILE as JSON.",
 )
 @click.option("--strict", is_flag=True, help="Raise an error instead of a fallback to stock Dask.")
+@click.option(
+    "--nsys",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Run workers under Nsight Systems, and write its reports to DIR.",
+)
 @click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -59,6 +65,7 @@ def run(
     progress: bool | None,
     report: Path | None,
     strict: bool,
+    nsys: Path | None,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -66,7 +73,7 @@ def run(
     """Run SCRIPT unchanged, with the runtime on. Options after SCRIPT belong to the script.
 
     A script that starts its own Dask client keeps it. For any other script, the first computation
-    starts a cluster on this machine. --n-workers and --threads set the size of that cluster.
+    starts a cluster on this machine. --n-workers, --threads and --nsys are for that cluster.
     """
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
@@ -77,6 +84,7 @@ def run(
         progress=progress,
         report_path=report,
         strict=strict,
+        nsys_directory=nsys,
     )
     try:
         code = run_script(script, list(args), is_module=is_module, options=options)
@@ -391,6 +399,31 @@ def profile(
     except ScriptError as error:
         code = _fail("profile", error)
     sys.exit(code)
+
+
+@gpurt.command(context_settings=_CONTEXT)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--join",
+    "ours",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Trace of a cluster. The new file has it too, on its clock.",
+)
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="File to write.")
+def convert(files: tuple[Path, ...], ours: Path | None, out: Path) -> None:
+    """Turn FILES, exports of Nsight Systems, into one trace, or join them to a trace of a cluster.
+
+    FILES are .sqlite files that `nsys export` wrote. A single trace can be named as well, to change
+    its format. The ending of the output decides: .json.gz, .json, .perfetto-trace or .pftrace.
+    """
+    from dask_gpurt.command.traces.convert import convert as convert_files
+    from dask_gpurt.errors import TraceFileError
+
+    try:
+        click.echo(convert_files(files, out, ours))
+    except TraceFileError as error:
+        sys.exit(_fail("convert", error))
 
 
 if __name__ == "__main__":

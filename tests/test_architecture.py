@@ -63,9 +63,9 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # The room is pure: it gets descriptions as text, measurements as numbers, `/sys` as a folder.
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
-    # Perfetto is optional. Foreign traces are SQLite files; ours may be compressed.
+    # Perfetto is optional, and google.protobuf comes with it. Foreign traces are SQLite files.
     # Devices: names of lanes, and the formula of the overlap, which `status` and reports share.
-    "tracing": ({"devices", "errors"}, {"numpy", "perfetto"}, {"os"}),
+    "tracing": ({"devices", "errors"}, {"google", "numpy", "perfetto"}, {"os"}),
     # `Communicator` is loaded from there when a program first uses it (inside a function).
     "collectives": ({"plugins"}, {"numpy"}, set()),
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
@@ -97,9 +97,11 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         # Tornado: distributed's callbacks need a loop of Tornado's in a simulation, too.
         # Bokeh: the page on the dashboard, where there is a dashboard.
         # Torch and CuPy: their groups, started on the ranks of ours.
+        # CUPTI: what a GPU did, in a trace.
         DASK
         | {
             "bokeh",
+            "cupti",
             "cupy",
             "msgpack",
             "numpy",
@@ -167,6 +169,9 @@ ONLY_IN = {
         "plugins/collectives/groups/torch_start.py",
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
+    "cupti": {"plugins/tracing/cupti_recorder.py"},
+    "google": {"tracing/formats/protobuf.py"},
+    "perfetto": {"tracing/formats/protobuf.py"},
     "nvtx": {"devices/cuda/ranges.py"},
     # Only one module may import each device library; others import that module.
     "cudf": {"frames/device/cudf_.py", "codecs/nvcomp.py"},

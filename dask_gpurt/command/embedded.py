@@ -18,11 +18,13 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
 
 from dask_gpurt import local_cluster
+from dask_gpurt.command.traces import nsys_wrapper
 from dask_gpurt.errors import GpurtError
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class EmbeddedCluster:
     ----------
     n_workers, threads_per_worker
         None uses the default of `LocalCluster`: as much of the machine as this process may use.
+    nsys
+        Path of nsys, and the folder for its reports, to start the workers under it.
 
     Attributes
     ----------
@@ -69,13 +73,18 @@ class EmbeddedCluster:
         The cluster did not start.
     """
 
-    def __init__(self, n_workers: int | None, threads_per_worker: int | None) -> None:
+    def __init__(
+        self,
+        n_workers: int | None,
+        threads_per_worker: int | None,
+        nsys: tuple[str, Path] | None = None,
+    ) -> None:
         import cloudpickle
 
         self.grace_s = GRACE_S
 
         settings = {key: value for key, value in dask.config.config.items() if key != "scheduler"}
-        order = cloudpickle.dumps((settings, n_workers, threads_per_worker))
+        order = cloudpickle.dumps((settings, n_workers, threads_per_worker, nsys))
         answer_fd, their_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -143,8 +152,10 @@ def serve(answer_fd: int) -> None:
     This is the main function of the other process.
     """
     os.set_inheritable(answer_fd, False)
-    settings, n_workers, threads_per_worker = pickle.load(sys.stdin.buffer)
+    settings, n_workers, threads_per_worker, nsys = pickle.load(sys.stdin.buffer)
     dask.config.update(dask.config.config, settings, priority="new")
+    if nsys is not None:
+        nsys_wrapper.wrap_workers(*nsys)
 
     told: dict[str, Any]
     with contextlib.ExitStack() as stack:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,7 @@ from dask_gpurt.command.script import (
     find_module,
     find_script,
 )
+from dask_gpurt.command.traces import nsys_wrapper
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Options:
     trace_path, trace_keys
         File for a trace of the first cluster, and whether it has whole keys of tasks. None for no
         trace.
+    nsys_directory
+        Folder for reports of Nsight Systems, to run workers under it.
     """
 
     n_workers: int | None = None
@@ -57,6 +60,7 @@ class Options:
     strict: bool = False
     trace_path: Path | None = None
     trace_keys: Literal["prefix", "full"] = "prefix"
+    nsys_directory: Path | None = None
 
 
 class _Session:
@@ -129,11 +133,22 @@ def _recorder(options: Options, on_first: Callable[[], None], with_tasks: bool) 
 
 def _start_cluster(options: Options) -> EmbeddedCluster:
     """Start the cluster for a script without one, and print the address of its dashboard."""
-    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker)
+    nsys = None
+    if (directory := options.nsys_directory) is not None:
+        if found := nsys_wrapper.find():
+            nsys = found, directory
+            _say(f"reports of Nsight Systems will be in {directory}")
+        else:
+            _say("nsys is not on PATH: workers run without Nsight Systems")
+    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker, nsys)
     if cluster.dashboard is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"dask gpurt run: dashboard: {cluster.dashboard}", file=sys.stderr, flush=True)
+        _say(f"dashboard: {cluster.dashboard}")
     return cluster
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(f"dask gpurt run: {line}", file=sys.stderr, flush=True)
 
 
 def run_script(
@@ -159,6 +174,8 @@ def run_script(
             raise ScriptError(f"cannot write {path}: there is no such directory")
     # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
+    if options.nsys_directory is not None:
+        options = replace(options, nsys_directory=_made(options.nsys_directory))
     _switch_on(options.strict)
     session = _Session(options, report_path)
 
@@ -186,6 +203,15 @@ def run_script(
     except KeyboardInterrupt:
         return INTERRUPTED
     return status
+
+
+def _made(directory: Path) -> Path:
+    """Make a folder, and return its absolute path."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScriptError(f"cannot make the folder {directory}: {error.strerror}") from error
+    return directory.absolute()
 
 
 def threads_still_work() -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, TaskTimes
-from dask_gpurt.tracing.formats.drawing import nanoseconds, seconds
+from dask_gpurt.tracing.formats.picture import nanoseconds, seconds
 
 Value = int | float | str
 

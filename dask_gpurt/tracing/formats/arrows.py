@@ -17,6 +17,8 @@ from dask_gpurt.tracing.events import FETCH, RECEIVE, SEND, LaneWork, TaskTimes,
 #: ones that the task waited for, and a picture with thousands of arrows shows nothing.
 MAX_ARROWS = 16
 
+#: Paths of messages that a peer received: a worker's own, and others' that it hands on.
+_SENT = {SEND, "relay"}
 #: Numbers of messages begin here. Numbers of outputs are smaller.
 _MESSAGES = 1 << 62
 _BITS_OF_MESSAGE = 38
@@ -96,12 +98,11 @@ class ArrowFinder:
         if work.lane == FETCH:
             # The first of several fetches for one task from one peer.
             return self._of_fetches.pop(_key(work), NO_ARROWS)
-        if work.message and work.path == SEND:
+        if work.message and work.path in _SENT:
             return Arrows(chain=_number(work.process, work.message), goes=True)
-        if work.message and work.path == RECEIVE:
-            sender = self._indices.get(work.peer)
-            if sender is not None:
-                return Arrows(chain=_number(sender, work.message), comes=True)
+        sender = self._indices.get(work.peer)
+        if work.message and work.path == RECEIVE and sender is not None:
+            return Arrows(chain=_number(sender, work.message), comes=True)
         return NO_ARROWS
 
 

@@ -15,18 +15,18 @@ from typing import Any, TextIO
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import Instant, Sample, TaskTimes, Trace
 from dask_gpurt.tracing.formats import arguments
-from dask_gpurt.tracing.formats.drawing import (
+from dask_gpurt.tracing.formats.header import Header, decode, encode
+from dask_gpurt.tracing.formats.picture import (
     INSTANTS,
     LANE,
     QUANTITY,
     THREAD,
-    Begin,
-    Point,
-    Row,
+    PictureRow,
+    PointEvent,
+    SliceBegin,
     draw,
     seconds,
 )
-from dask_gpurt.tracing.formats.header import Header, decode, encode
 
 #: The order of a process' rows in a viewer: by kind, then as they appear.
 _ORDER = {INSTANTS: 0, THREAD: 1, LANE: 2, QUANTITY: 3}
@@ -73,20 +73,20 @@ def _of_events(trace: Trace, zero_ns: int) -> Iterator[str]:
             if row.kind != QUANTITY:
                 yield from _of_row(row)
         where = f'"pid":{row.process + 1},"tid":{row.number + 1}'
-        if isinstance(drawn, Begin):
+        if isinstance(drawn, SliceBegin):
             yield from _of_slice(drawn, where, zero_ns)
-        elif isinstance(drawn, Point):
+        elif isinstance(drawn, PointEvent):
             yield _of_point(drawn, where, zero_ns)
 
 
-def _of_row(row: Row) -> Iterator[str]:
+def _of_row(row: PictureRow) -> Iterator[str]:
     about = {"name": row.name, "thread": row.thread}
     yield _metadata(row.process + 1, row.number + 1, "thread_name", about)
     order = {"sort_index": _ORDER[row.kind] * _OF_A_KIND + row.number}
     yield _metadata(row.process + 1, row.number + 1, "thread_sort_index", order)
 
 
-def _of_slice(drawn: Begin, where: str, zero_ns: int) -> Iterator[str]:
+def _of_slice(drawn: SliceBegin, where: str, zero_ns: int) -> Iterator[str]:
     event = drawn.event
     start, end = (_ticks(time_ns + zero_ns) for time_ns in (drawn.at_ns, drawn.end_ns))
     at = _microseconds(start)
@@ -116,7 +116,7 @@ def _of_slice(drawn: Begin, where: str, zero_ns: int) -> Iterator[str]:
             )
 
 
-def _of_point(drawn: Point, where: str, zero_ns: int) -> str:
+def _of_point(drawn: PointEvent, where: str, zero_ns: int) -> str:
     event = drawn.event
     at = _microseconds(_ticks(drawn.at_ns + zero_ns))
     if isinstance(event, Instant):
@@ -144,7 +144,7 @@ def read(file: TextIO) -> Trace:
     if not first.endswith("[\n"):
         raise TraceFileError("dask_gpurt did not write it")
     header = decode(json.loads(first + "]}").get("otherData", {}).get("dask_gpurt"))
-    reader = _Reader(header)
+    reader = _ChromeReader(header)
     while lines := list(itertools.islice(file, _N_LINES)):
         is_last = lines[-1] == "]}\n"
         if is_last:
@@ -157,7 +157,7 @@ def read(file: TextIO) -> Trace:
     raise TraceFileError("its end is missing")
 
 
-class _Reader:
+class _ChromeReader:
     """Adds events of a file to the trace of its header."""
 
     def __init__(self, header: Header) -> None:

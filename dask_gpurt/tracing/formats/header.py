@@ -12,7 +12,7 @@ from typing import Any
 
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LinkFacts, Trace, TraceProcess
-from dask_gpurt.tracing.formats.drawing import drawn_samples, earliest_ns
+from dask_gpurt.tracing.formats.picture import drawn_samples, earliest_ns
 
 #: The version of how our files hold a trace. A change that old readers misread raises it.
 FORMAT = 1

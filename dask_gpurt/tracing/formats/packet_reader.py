@@ -9,20 +9,20 @@ from typing import IO, Any
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import Instant, Sample, Trace
 from dask_gpurt.tracing.formats import arguments
-from dask_gpurt.tracing.formats.drawing import INSTANTS, seconds
 from dask_gpurt.tracing.formats.header import Header, decode
+from dask_gpurt.tracing.formats.picture import INSTANTS, seconds
 from dask_gpurt.tracing.formats.protobuf import ABOUT, FIRST_ROW, packets
 
 
 def read(file: IO[bytes]) -> Trace:
     """Read a trace that `packet_writer` wrote. Another content can raise any error of a parser."""
-    reader = _Reader()
+    reader = _PacketReader()
     for packet in packets(file):
         reader.add(packet)
     return reader.end()
 
 
-class _Reader:
+class _PacketReader:
     """Adds the events of packets to the trace of the header."""
 
     def __init__(self) -> None:

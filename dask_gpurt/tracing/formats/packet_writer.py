@@ -8,18 +8,18 @@ from typing import IO, Any
 
 from dask_gpurt.tracing.events import Instant, TaskTimes, Trace
 from dask_gpurt.tracing.formats import arguments
-from dask_gpurt.tracing.formats.drawing import (
+from dask_gpurt.tracing.formats.header import encode
+from dask_gpurt.tracing.formats.picture import (
     INSTANTS,
     LANE,
     QUANTITY,
     THREAD,
-    Begin,
-    End,
-    Point,
-    Row,
+    PictureRow,
+    PointEvent,
+    SliceBegin,
+    SliceEnd,
     draw,
 )
-from dask_gpurt.tracing.formats.header import encode
 from dask_gpurt.tracing.formats.protobuf import ABOUT, FIRST_PROCESS, FIRST_ROW, protos
 
 #: Packets that are compressed together.
@@ -54,7 +54,7 @@ class _Names:
         return number
 
 
-class _Writer:
+class _PacketWriter:
     """Writes drawn events as packets.
 
     Parameters
@@ -90,9 +90,9 @@ class _Writer:
             if drawn.row.number == n_rows:
                 n_rows += 1
                 self._add_row(drawn.row)
-            if isinstance(drawn, Begin):
+            if isinstance(drawn, SliceBegin):
                 self._add_slice(drawn, zero_ns)
-            elif isinstance(drawn, End):
+            elif isinstance(drawn, SliceEnd):
                 self._event(drawn.row, drawn.at_ns + zero_ns, self._kinds.TYPE_SLICE_END)
             else:
                 self._add_point(drawn, zero_ns)
@@ -141,7 +141,7 @@ class _Writer:
         annotation = event.debug_annotations.add()
         annotation.name, annotation.string_value = "dask_gpurt", header
 
-    def _add_row(self, row: Row) -> None:
+    def _add_row(self, row: PictureRow) -> None:
         packet = self._packet()
         track = packet.track_descriptor
         track.uuid = FIRST_ROW + row.number
@@ -160,7 +160,7 @@ class _Writer:
                 track.counter.unit = track.counter.UNIT_SIZE_BYTES
         track.description = json.dumps([row.kind, row.process, row.thread])
 
-    def _event(self, row: Row, at_ns: int, kind: int) -> Any:
+    def _event(self, row: PictureRow, at_ns: int, kind: int) -> Any:
         packet = self._packet()
         packet.timestamp = at_ns - self._at_ns
         self._at_ns = at_ns
@@ -169,7 +169,7 @@ class _Writer:
         event.track_uuid = FIRST_ROW + row.number
         return packet
 
-    def _add_slice(self, drawn: Begin, zero_ns: int) -> None:
+    def _add_slice(self, drawn: SliceBegin, zero_ns: int) -> None:
         event = drawn.event
         packet = self._event(drawn.row, drawn.at_ns + zero_ns, self._kinds.TYPE_SLICE_BEGIN)
         if isinstance(event, TaskTimes):
@@ -201,7 +201,7 @@ class _Writer:
             else:
                 annotation.int_value = value
 
-    def _add_point(self, drawn: Point, zero_ns: int) -> None:
+    def _add_point(self, drawn: PointEvent, zero_ns: int) -> None:
         event = drawn.event
         if isinstance(event, Instant):
             packet = self._event(drawn.row, drawn.at_ns + zero_ns, self._kinds.TYPE_INSTANT)
@@ -227,4 +227,4 @@ def write(trace: Trace, file: IO[bytes]) -> None:
     TraceFileError
         The package `perfetto` is missing.
     """
-    _Writer(file).write(trace)
+    _PacketWriter(file).write(trace)

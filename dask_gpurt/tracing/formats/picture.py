@@ -27,7 +27,7 @@ WAITING = "waiting"
 
 
 @dataclass(eq=False)
-class Row:
+class PictureRow:
     """One row of a process.
 
     Attributes
@@ -57,40 +57,40 @@ class Row:
     ends_ns: list[int] = field(default_factory=list)
 
 
-class Begin(NamedTuple):
-    """The begin of a slice, whose `End` follows later."""
+class SliceBegin(NamedTuple):
+    """The begin of a slice, whose `SliceEnd` follows later."""
 
-    row: Row
+    row: PictureRow
     at_ns: int
     end_ns: int
     event: LaneWork | TaskTimes
     arrows: Arrows
 
 
-class End(NamedTuple):
+class SliceEnd(NamedTuple):
     """The end of the slice of a row that began last."""
 
-    row: Row
+    row: PictureRow
     at_ns: int
 
 
-class Point(NamedTuple):
+class PointEvent(NamedTuple):
     """An instant or a sample."""
 
-    row: Row
+    row: PictureRow
     at_ns: int
     event: Instant | Sample
 
 
-class _Group:
+class _RowGroup:
     """The rows of one thread or lane: as many as there are slices at one time."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[PictureRow] = []
         #: Numbers, in `rows`, of rows without an open slice: a heap.
         self.free: list[int] = []
 
-    def around(self, end_ns: int) -> Row | None:
+    def around(self, end_ns: int) -> PictureRow | None:
         """Return a row whose innermost open slice goes on until a time."""
         return next((row for row in self.rows if row.ends_ns and row.ends_ns[-1] >= end_ns), None)
 
@@ -99,22 +99,22 @@ class _Rows:
     """All rows of a trace, and the open slices on them."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, str, str, int], _Group] = {}
+        self._groups: dict[tuple[int, str, str, int], _RowGroup] = {}
         self._n_rows = 0
         self._n_threads: dict[int, int] = {}
-        self._open: list[tuple[int, int, Row, _Group]] = []
+        self._open: list[tuple[int, int, PictureRow, _RowGroup]] = []
         self._n_slices = 0
 
-    def ended(self, until_ns: float) -> Iterator[End]:
+    def ended(self, until_ns: float) -> Iterator[SliceEnd]:
         """Close the slices that end until a time, the inner ones first."""
         while self._open and self._open[0][0] <= until_ns:
             end_ns, _, row, group = heapq.heappop(self._open)
             row.ends_ns.pop()
             if not row.ends_ns:
                 heapq.heappush(group.free, row.index)
-            yield End(row, end_ns)
+            yield SliceEnd(row, end_ns)
 
-    def begin(self, event: LaneWork | TaskTimes, end_ns: int) -> Row:
+    def begin(self, event: LaneWork | TaskTimes, end_ns: int) -> PictureRow:
         """Find a row for a slice, and open the slice."""
         if isinstance(event, TaskTimes):
             kind, name = THREAD, ""
@@ -134,29 +134,29 @@ class _Rows:
             row = self._add(group, event.process, kind, name, event.thread)
         return self._open_on(row, group, end_ns)
 
-    def of_point(self, event: Instant | Sample) -> Row:
+    def of_point(self, event: Instant | Sample) -> PictureRow:
         """Return the row of an instant or a sample."""
         kind, name = (INSTANTS, INSTANTS) if isinstance(event, Instant) else (QUANTITY, event.name)
         group = self._group(event.process, kind, name, 0)
         return group.rows[0] if group.rows else self._add(group, event.process, kind, name, 0)
 
-    def _group(self, process: int, kind: str, name: str, thread: int) -> _Group:
+    def _group(self, process: int, kind: str, name: str, thread: int) -> _RowGroup:
         key = process, kind, name, thread
         found = self._groups.get(key)
         if found is None:
-            found = self._groups[key] = _Group()
+            found = self._groups[key] = _RowGroup()
         return found
 
-    def _add(self, group: _Group, process: int, kind: str, name: str, thread: int) -> Row:
+    def _add(self, group: _RowGroup, process: int, kind: str, name: str, thread: int) -> PictureRow:
         if kind == THREAD:
             n_threads = self._n_threads[process] = self._n_threads.get(process, 0) + 1
             name = f"thread {n_threads}"
-        row = Row(self._n_rows, process, kind, name, thread, len(group.rows))
+        row = PictureRow(self._n_rows, process, kind, name, thread, len(group.rows))
         self._n_rows += 1
         group.rows.append(row)
         return row
 
-    def _open_on(self, row: Row, group: _Group, end_ns: int) -> Row:
+    def _open_on(self, row: PictureRow, group: _RowGroup, end_ns: int) -> PictureRow:
         self._n_slices += 1
         row.ends_ns.append(end_ns)
         # Of slices that end at one time, the one that began last ends first.
@@ -190,7 +190,7 @@ def drawn_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
     return (one for one in samples if math.isfinite(one.value))
 
 
-def draw(trace: Trace) -> Iterator[Begin | End | Point]:
+def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
     """Draw a trace, in the order of time.
 
     An event that ends before its start gets no length.
@@ -205,11 +205,11 @@ def draw(trace: Trace) -> Iterator[Begin | End | Point]:
     ):
         yield from rows.ended(at_ns)
         if isinstance(event, Instant | Sample):
-            yield Point(rows.of_point(event), at_ns, event)
+            yield PointEvent(rows.of_point(event), at_ns, event)
             continue
         end_ns = max(nanoseconds(event.end_s), at_ns)
         found = arrows.of_task(event) if isinstance(event, TaskTimes) else arrows.of_work(event)
-        yield Begin(rows.begin(event, end_ns), at_ns, end_ns, event, found)
+        yield SliceBegin(rows.begin(event, end_ns), at_ns, end_ns, event, found)
     yield from rows.ended(float("inf"))
 
 

@@ -1,0 +1,80 @@
+"""Starts a worker process under Nsight Systems. `nsys_wrapper` runs this file as a program.
+
+multiprocessing starts this program in place of Python. Its arguments are the command of nsys as
+JSON, then Python and the arguments for it. The program stays as the parent of nsys, in whose place
+Dask's nanny waits for it and signals it. nsys needs some time for its report after the worker has
+ended, and a nanny that loses its patience kills this program alone.
+
+It imports nothing of this package, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+#: In the arguments of each process that multiprocessing starts, except for its own helpers.
+_MARK = "--multiprocessing-fork"
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(one) for one in file.read().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def _watch(end_of_parent: int, nsys: int) -> None:
+    """Wait for the end of this program, then end the worker, and let nsys write its report."""
+    os.read(end_of_parent, 1)
+    for pid in _children(nsys):
+        _signal(pid, signal.SIGKILL)
+    _signal(nsys, signal.SIGTERM)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def main() -> None:
+    """Start a command under nsys, and end as it ends."""
+    nsys, command = json.loads(sys.argv[1]), sys.argv[2:]
+    if _MARK not in command:
+        os.execv(command[0], command)
+    # Neither end is inherited by nsys.
+    end_of_parent, alive = os.pipe()
+    try:
+        # A session of its own: a signal for the whole group would cut the report off.
+        process = subprocess.Popen(nsys + command, start_new_session=True, close_fds=False)
+    except OSError as error:
+        print(f"{nsys[0]} cannot be started, so a worker runs without it: {error}", file=sys.stderr)
+        os.execv(command[0], command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    is_watcher = os.fork() == 0
+    # Pipes that belong to the worker must not stay open here.
+    keep = end_of_parent if is_watcher else alive
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+    if is_watcher:
+        os.setsid()
+        _watch(end_of_parent, process.pid)
+        os._exit(0)
+    status = process.wait()
+    if status < 0:
+        # End by the same signal.
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Kernels and copies of this process, as CUPTI sees them. Not yet run on a GPU.
+
+CUPTI is NVIDIA's interface for profilers; the package `cupti-python` offers it in a running
+process. One profiler at a time can use it, so nsys around the worker excludes it. Without the
+package, a GPU or the permission, a warning says so, and the trace has the ledger's entries alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from dask_gpurt.tracing.nsight.nsys import copy_path
+
+logger = logging.getLogger(__name__)
+
+#: Numbers of kinds of activities.
+_COPY, _SET, _CONCURRENT_KERNEL, _PEER_COPY = 1, 2, 10, 22
+_KINDS = (_CONCURRENT_KERNEL, _COPY, _PEER_COPY, _SET)
+#: CUPTI fills one buffer after the other.
+_BUFFER_NBYTES = 8 << 20
+#: How often the two clocks are compared. The quickest comparison counts.
+_N_COMPARISONS = 16
+
+
+class DeviceEntry(NamedTuple):
+    """One piece of work of a GPU, with fields as a `LedgerEntry` has them."""
+
+    lane: str
+    path: str
+    nbytes: int
+    start_s: float
+    end_s: float
+    way: str = ""
+
+
+def entry_of(activity: Any, later_s: float) -> DeviceEntry | None:
+    """Return the entry of an activity; None for kinds that are not recorded.
+
+    Parameters
+    ----------
+    activity
+        A record of CUPTI. Its times are in nanoseconds.
+    later_s
+        The ledger's clock less the clock of CUPTI.
+    """
+    # A record whose work has not ended, or whose times were lost.
+    if not activity.start or activity.end < activity.start:
+        return None
+    nbytes, way = 0, ""
+    match activity.kind:
+        case 3 | 10:
+            path = activity.name or "a kernel"
+        case 1 | 22:
+            # CUPTI counts kinds of memory from 1, and exports of nsys from 0.
+            path, way = copy_path(activity.copy_kind, activity.src_kind - 1, activity.dst_kind - 1)
+            nbytes = activity.bytes
+        case 2:
+            path, nbytes = "memset", activity.bytes
+        case _:
+            return None
+    lane = f"GPU {activity.device_id} stream {activity.stream_id}"
+    start_s, end_s = (time_ns / 1e9 + later_s for time_ns in (activity.start, activity.end))
+    return DeviceEntry(lane, path, nbytes, start_s, end_s, way)
+
+
+def offset_of_clocks(clock: Callable[[], float], theirs_ns: Callable[[], int]) -> float:
+    """Return how much later one clock is than another one, in seconds."""
+
+    def compare() -> tuple[float, float]:
+        before_s = clock()
+        theirs_s = theirs_ns() / 1e9
+        after_s = clock()
+        return after_s - before_s, (before_s + after_s) / 2 - theirs_s
+
+    return min(compare() for _ in range(_N_COMPARISONS))[1]
+
+
+class CuptiRecorder:
+    """Records the work of GPUs between `start` and `stop`.
+
+    Parameters
+    ----------
+    record
+        Gets each entry, in a thread of CUPTI.
+    clock
+        The ledger's clock.
+    """
+
+    def __init__(self, record: Callable[[DeviceEntry], None], clock: Callable[[], float]) -> None:
+        self._record, self._clock = record, clock
+        self._cupti: Any = None
+        self._later_s = 0.0
+
+    def start(self) -> bool:
+        """Begin to record. Return whether that was possible; a warning says why not."""
+        try:
+            from cupti import cupti
+        except ImportError as error:
+            logger.warning("the trace has no kernels: cupti-python cannot be loaded (%s)", error)
+            return False
+        try:
+            self._later_s = offset_of_clocks(self._clock, cupti.get_timestamp)
+            cupti.activity_register_callbacks(lambda: (_BUFFER_NBYTES, 0), self._add)
+            for kind in _KINDS:
+                cupti.activity_enable(kind)
+        # No GPU, no permission, or another profiler: CUPTI has a class of errors for each.
+        except Exception as error:
+            logger.warning("the trace has no kernels: CUPTI refuses (%s)", _reason(error))
+            return False
+        self._cupti = cupti
+        return True
+
+    def stop(self) -> None:
+        """End to record. All work that has ended is recorded then."""
+        if (cupti := self._cupti) is None:
+            return
+        self._cupti = None
+        for kind in _KINDS:
+            cupti.activity_disable(kind)
+        cupti.activity_flush_all(1)
+
+    def _add(self, activities: Iterable[Any]) -> None:
+        for activity in activities:
+            if (entry := entry_of(activity, self._later_s)) is not None:
+                self._record(entry)
+
+
+def _reason(error: Exception) -> str:
+    if "MULTIPLE_SUBSCRIBERS" in str(error):
+        return "another profiler, such as nsys, already uses it in this process"
+    return str(error)
