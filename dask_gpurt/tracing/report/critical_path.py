@@ -138,8 +138,7 @@ def chain(
         if holder is not None and is_holder:
             task = holder
             continue
-        needed = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
-        last = max(needed, key=lambda i: tasks.known_s[i], default=None)
+        last = stories.last_input(task)
         if last is None or last in seen or back.now_s - tasks.known_s[last] > _SOON_S:
             return
         back.to(tasks.known_s[last], SCHEDULER)

@@ -28,8 +28,9 @@ CLIENT = "client"
 #: A worker with a free thread and all inputs starts a task sooner than this, unless memory is
 #: short.
 PROMPT_S = 0.01
-#: Just before a time.
-_INSTANT_S = 1e-6
+#: All threads of a busy worker run tasks at least once in such a time. Between two tasks, a thread
+#: is free for a moment, and then no other task waits for it.
+_OFTEN_S = 0.05
 #: Fetched inputs that are looked at, to find the one that a task waited for.
 _MAX_FETCHES = 256
 
@@ -86,6 +87,7 @@ class TaskStories:
         self._busy: dict[int, Coverage] = {}
         self._by_process = _Grouped(columns.tasks.process)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
+        self._last: dict[int, int | None] = {}
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
         self._held = _Grouped(work.process, columns.held_back, work.start_s)
@@ -127,6 +129,14 @@ class TaskStories:
         self._until_here(i, back)
         return holder if self._until_assigned(i, back, freed_s) else None
 
+    def last_input(self, i: int) -> int | None:
+        """Return the task whose output, of all that a task needs, was there last."""
+        if i not in self._last:
+            tasks = self._columns.tasks
+            made = [tasks.index[need] for need in tasks.needs[i] if need in tasks.index]
+            self._last[i] = max(made, key=lambda j: float(tasks.known_s[j]), default=None)
+        return self._last[i]
+
     def _holder(self, i: int) -> int | None:
         """Return the task that ran before on the thread of a task, if no other thread was free."""
         before = int(self._before[i])
@@ -134,7 +144,7 @@ class TaskStories:
             return None
         end_s = float(self._columns.tasks.end_s[before])
         covered = self._crowded(int(self._columns.tasks.process[i]))
-        return before if covered.between(end_s - _INSTANT_S, end_s) > 0 else None
+        return before if covered.between(end_s - _OFTEN_S, end_s) > 0 else None
 
     def _while_running(self, i: int, back: Backwards) -> None:
         tasks = self._columns.tasks
