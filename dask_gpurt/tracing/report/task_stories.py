@@ -31,6 +31,8 @@ PROMPT_S = 0.01
 #: All threads of a busy worker run tasks at least once in such a time. Between two tasks, a thread
 #: is free for a moment, and then no other task waits for it.
 _OFTEN_S = 0.05
+#: Just before a time.
+_INSTANT_S = 1e-6
 #: Fetched inputs that are looked at, to find the one that a task waited for.
 _MAX_FETCHES = 256
 
@@ -224,7 +226,11 @@ class TaskStories:
         tasks = self._columns.tasks
         is_held = bool(tasks.ready_s[i] < freed_s <= back.now_s)
         ready_s = freed_s if is_held else float(tasks.ready_s[i])
-        taken_s = self._crowded(int(tasks.process[i])).between(ready_s, back.now_s)
+        crowd = self._crowded(int(tasks.process[i]))
+        taken_s = crowd.between(ready_s, back.now_s)
+        if crowd.between(back.now_s - _INSTANT_S, back.now_s) > 0:
+            # It was assigned although no thread was free, so it had not waited for one.
+            taken_s = 0.0
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
         return is_held
 
