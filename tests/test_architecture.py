@@ -64,7 +64,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "topology": ({"errors"}, {"yaml"}, set()),
     "placement": ({"topology"}, set(), set()),
     # Perfetto is optional. Foreign traces are SQLite files; ours may be compressed.
-    # Devices: names of lanes, and the formula of the overlap, which is one for `status` and reports.
+    # Devices: names of lanes, and the formula of the overlap, so that `status` and reports agree.
     "tracing": ({"devices", "errors"}, {"numpy", "perfetto"}, {"os"}),
     # `Communicator` is loaded from there when a program first uses it (inside a function).
     "collectives": ({"plugins"}, {"numpy"}, set()),

@@ -1,1 +1,1 @@
-"""Commands that read the file of a trace."""
+"""What the commands about traces do."""
