@@ -26,6 +26,7 @@ from dask_gpurt.tracing.report.task_stories import (
     PEER,
     SCHEDULER,
     THREAD,
+    WORKER,
 )
 from dask_gpurt.tracing.report.trace_report import report_of
 from tests.tracing.made_traces import MB, MadeTrace, ModelledShuffle
@@ -107,19 +108,22 @@ def play(
         ready_ms, chain = last.known_ms, last.chain
         busy = free.get(one.process) if n_threads == 1 else None
         assigned_ms = ready_ms + one.lag_ms
-        if busy is not None and is_queued and busy.known_ms > ready_ms:
-            assigned_ms, chain = busy.known_ms + one.lag_ms, busy.chain
+        ends = [chains[j].known_ms for j in range(i) if drawn[j].process == one.process]
+        if busy is not None and is_queued and ends[-1] > ready_ms:
+            # The scheduler keeps a task until it knows that the last one of the worker ended.
+            assigned_ms, chain = ends[-1] + one.lag_ms, busy.chain
             parts = Counter(busy.parts)
-        elif busy is not None:
+            parts[SCHEDULER] += ends[-1] - busy.known_ms
+        else:
             # Nobody could tell a slow scheduler from one that waits for a thread.
-            assume(not ready_ms < busy.known_ms <= assigned_ms)
+            assume(not any(ready_ms < known_ms <= assigned_ms for known_ms in ends))
         senders = [j for j in one.needs if drawn[j].process != one.process]
         fetch_ms = one.fetch_ms if senders else 0
         here_ms = assigned_ms + fetch_ms
         start_ms = here_ms + one.memory_ms
         chain = [*chain, offset + i]
         parts[SCHEDULER] += one.lag_ms
-        parts[MEMORY] += one.memory_ms
+        parts[MEMORY if one.memory_ms > 250 else WORKER] += one.memory_ms
         if senders:
             peer = made.trace.processes[drawn[max(senders)].process].address
             made.work(
