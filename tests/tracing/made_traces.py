@@ -202,7 +202,7 @@ class _Play:
         slowdown = model.slowdown.get(worker, 1.0)
         while self._next(worker, model.n_inputs) is not None:
             start_s = self._now_s
-            assigned_s = max(start_s - 0.001, submitted_s)
+            assigned_s = max(start_s - 0.0005, submitted_s)
             yield start_s + model.read_s * slowdown
             read = self._made.task(
                 "read-csv", worker, submitted_s, start_s, self._now_s, (), assigned_s, start_s,
@@ -226,7 +226,7 @@ class _Play:
             done = self.trace.tasks[number]._replace(end_s=end_s, known_s=end_s + 0.001)
             self.trace.tasks[number] = done
             self._ended.append(number)
-            yield end_s + 0.001
+            yield end_s + 0.0015
 
     def _put_all(self, worker: int) -> Iterator[float]:
         """Hand the shards of a partition to the outbox; wait while too many bytes are under way."""

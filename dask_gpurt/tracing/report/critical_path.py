@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dask_gpurt.tracing.report.amounts import seconds_text
+from dask_gpurt.tracing.report.busy_time import Coverage
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
@@ -56,7 +57,7 @@ class CriticalPath:
     tasks
         Indices of the tasks on the path, first to last.
     crowded_s
-        Seconds of computing in tasks whose thread the next task of the path waited for.
+        Seconds of computing during which a task of the path waited for a thread.
     """
 
     segments: list[PathSegment]
@@ -98,16 +99,16 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     back = Backwards(columns.wall_s)
     path: list[int] = []
     seen: set[int] = set()
-    holders: set[int] = set()
+    waiting: list[int] = []
     while (task := _last_before(back.now_s, ends_s, by_end, seen)) is not None:
         # What was submitted later than its inputs were there waited for the client, which had
         # waited for another result, or for nothing.
         back.task = -1
         back.to(tasks.known_s[task], CLIENT)
-        for step, is_holder in chain(columns, stories, task, back, seen):
+        for step, is_waiting in chain(columns, stories, task, back, seen):
             path.append(step)
-            if is_holder:
-                holders.add(step)
+            if is_waiting:
+                waiting.append(step)
     back.task = -1
     back.to(0.0, CLIENT)
     segments = back.segments[::-1]
@@ -115,8 +116,9 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     for one in segments:
         seconds[one.kind, one.where] += one.end_s - one.start_s
     parts = [PathPart(*cause, spent_s) for cause, spent_s in seconds.items()]
+    waits = Coverage(tasks.ready_s[waiting], tasks.start_s[waiting])
     crowded_s = sum(
-        one.end_s - one.start_s for one in segments if one.kind == COMPUTING and one.task in holders
+        waits.between(one.start_s, one.end_s) for one in segments if one.kind == COMPUTING
     )
     parts.sort(key=lambda part: -part.seconds)
     return CriticalPath(segments, parts, path[::-1], crowded_s)
@@ -127,19 +129,17 @@ def chain(
 ) -> Iterator[tuple[int, bool]]:
     """Go back over a task and what it waited for, until the client submitted one of them.
 
-    Yield each task after its story, and whether it was waited for because it had a thread.
+    Yield each task after its story, and whether it waited for the thread of the next one.
     """
-    tasks, is_holder = columns.tasks, False
+    tasks = columns.tasks
     while True:
         seen.add(task)
         holder = stories.tell(task, back)
-        yield task, is_holder
-        is_holder = holder is not None and holder not in seen
-        if holder is not None and is_holder:
+        yield task, holder is not None
+        if holder is not None and holder not in seen:
             task = holder
             continue
-        needed = [tasks.index[need] for need in tasks.needs[task] if need in tasks.index]
-        last = max(needed, key=lambda i: tasks.known_s[i], default=None)
+        last = stories.last_input(task)
         if last is None or last in seen or back.now_s - tasks.known_s[last] > _SOON_S:
             return
         back.to(tasks.known_s[last], SCHEDULER)

@@ -13,6 +13,7 @@ import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.tracing.events import FETCH, PHASE, RECEIVE, SEND, WORKER, Trace
+from dask_gpurt.tracing.report.amounts import name_text
 from dask_gpurt.tracing.report.busy_time import Column
 
 #: Kinds of hops: a message of a shuffle, and one that a relay hands on to its receiver.
@@ -29,7 +30,7 @@ _SUFFIX = re.compile(r"(?:-[0-9a-f]{6,}(?:-[0-9a-f]+)*|-\d+|'.*|,.*)+$")
 
 def prefix_of(key: str) -> str:
     """Return the prefix of a key; a prefix stays as it is."""
-    return _SUFFIX.sub("", key.lstrip("('")) or key
+    return name_text(_SUFFIX.sub("", key.lstrip("('")) or key)
 
 
 def _numbered(values: Iterable[str], n: int) -> tuple[Column, list[str]]:
@@ -98,7 +99,7 @@ class Places:
     """Hosts and names of processes. A peer that is not in the trace gets a number after them."""
 
     def __init__(self, trace: Trace) -> None:
-        self.names = [one.name or one.address for one in trace.processes]
+        self.names = [name_text(one.name or one.address) for one in trace.processes]
         self.hosts = [one.host or _host_in(one.address) for one in trace.processes]
         self.n_processes = len(self.names)
         self.workers = [i for i, one in enumerate(trace.processes) if one.kind == WORKER]
@@ -111,7 +112,7 @@ class Places:
         if found is None:
             found = self._index[address] = len(self.hosts)
             self.hosts.append(_host_in(address))
-            self.names.append(address)
+            self.names.append(name_text(address))
         return found
 
 

@@ -22,12 +22,18 @@ PEER = "waiting for receivers"
 MEMORY = "waiting for memory"
 DISK = "reading from disk"
 THREAD = "waiting for a free thread"
+WORKER = "event loops of workers"
 SCHEDULER = "scheduler"
 CLIENT = "client"
 
-#: A worker with a free thread and all inputs starts a task sooner than this, unless memory is
-#: short.
-PROMPT_S = 0.01
+#: A worker with a free thread and all inputs takes at most this long to start a task, unless memory
+#: is short. On busy processors its event loop takes long, too.
+PROMPT_S = 0.25
+#: Events of the same moment, on two clocks, are at most this far apart.
+_SAME_S = 0.01
+#: All threads of a busy worker run tasks at least once in such a time. Between two tasks, a thread
+#: is free for a moment, and then no other task waits for it.
+_OFTEN_S = 0.05
 #: Just before a time.
 _INSTANT_S = 1e-6
 #: Fetched inputs that are looked at, to find the one that a task waited for.
@@ -85,15 +91,18 @@ class TaskStories:
         self._places = columns.places
         self._busy: dict[int, Coverage] = {}
         self._by_process = _Grouped(columns.tasks.process)
+        self._by_known = _Grouped(columns.tasks.process, None, columns.tasks.known_s)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
+        self._last: dict[int, int | None] = {}
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
         self._held = _Grouped(work.process, columns.held_back, work.start_s)
         is_read = work.is_lane("read") | (work.is_lane(PHASE) & work.is_path("disk-read"))
         self._reads = _Grouped(work.process, np.flatnonzero(is_read), work.start_s)
-        self._memory_waits = _Grouped(
-            work.process, np.flatnonzero(work.is_lane(PHASE) & work.is_path("memory-room"))
-        )
+        # A store that writes values makes room for others.
+        makes_room = work.is_lane("write") | work.is_lane("spill")
+        makes_room |= work.is_lane(PHASE) & work.is_path("memory-room")
+        self._making_room = _Grouped(work.process, np.flatnonzero(makes_room))
         is_fetch = hops.kind == hops.kinds.index(FETCH)
         self._fetches = _Grouped(hops.receiver, np.flatnonzero(is_fetch), hops.end_s)
         self._covered: dict[tuple[str, int], Coverage] = {}
@@ -114,7 +123,8 @@ class TaskStories:
         -------
         int or None
             The task whose end gave this one its thread, if that was waited for. The story goes back
-            to that end. Without such a task, it goes back until all inputs were in memory.
+            to that end, or until the scheduler knew of it. Without such a task, it goes back until
+            all inputs were in memory.
         """
         tasks = self._columns.tasks
         back.task = i
@@ -125,16 +135,28 @@ class TaskStories:
         if self._until_start(i, back, freed_s):
             return holder
         self._until_here(i, back)
-        return holder if self._until_assigned(i, back, freed_s) else None
+        return self._until_assigned(i, back)
+
+    def last_input(self, i: int) -> int | None:
+        """Return the task whose output, of all that a task needs, was there last."""
+        if i not in self._last:
+            tasks = self._columns.tasks
+            made = [tasks.index[need] for need in tasks.needs[i] if need in tasks.index]
+            self._last[i] = max(made, key=lambda j: float(tasks.known_s[j]), default=None)
+        return self._last[i]
 
     def _holder(self, i: int) -> int | None:
         """Return the task that ran before on the thread of a task, if no other thread was free."""
         before = int(self._before[i])
         if before < 0:
             return None
-        end_s = float(self._columns.tasks.end_s[before])
+        return before if self._freed_the_only_thread(before) else None
+
+    def _freed_the_only_thread(self, i: int) -> bool:
+        """Return whether all threads of its worker ran tasks when a task ended."""
+        end_s = float(self._columns.tasks.end_s[i])
         covered = self._crowded(int(self._columns.tasks.process[i]))
-        return before if covered.between(end_s - _INSTANT_S, end_s) > 0 else None
+        return covered.between(end_s - _OFTEN_S, end_s) > 0
 
     def _while_running(self, i: int, back: Backwards) -> None:
         tasks = self._columns.tasks
@@ -180,12 +202,10 @@ class TaskStories:
             return is_held
         crowded_s = self._crowded(process).between(here_s, now_s)
         read_s = self._coverage("reads", self._reads, process).between(here_s, now_s)
-        room_s = self._coverage("room", self._memory_waits, process).between(here_s, now_s)
+        room_s = self._coverage("room", self._making_room, process).between(here_s, now_s)
         idle_s = now_s - here_s - crowded_s
-        # Without a record of the wait, a long one with a free thread has no other known cause.
-        is_for_memory = room_s > 0 or idle_s > PROMPT_S
         parts = [(THREAD, "", crowded_s), (DISK, "", min(read_s, idle_s))]
-        back.divide(here_s, parts, MEMORY if is_for_memory else SCHEDULER)
+        back.divide(here_s, parts, MEMORY if room_s > 0 or idle_s > PROMPT_S else WORKER)
         return is_held
 
     def _until_here(self, i: int, back: Backwards) -> None:
@@ -206,23 +226,31 @@ class TaskStories:
         others = self._fetching(process).between(assigned_s, back.now_s)
         back.divide(assigned_s, [(NETWORK, link, others)], SCHEDULER)
 
-    def _until_assigned(self, i: int, back: Backwards, freed_s: float) -> bool:
-        """The scheduler holds a task back while the threads of workers are taken.
+    def _until_assigned(self, i: int, back: Backwards) -> int | None:
+        """The scheduler holds a task back until a worker has room for it.
 
-        Return whether the task waited for the thread that was freed then.
+        Return the task whose end made room.
         """
-        tasks = self._columns.tasks
-        is_held = bool(tasks.ready_s[i] < freed_s <= back.now_s)
-        ready_s = freed_s if is_held else float(tasks.ready_s[i])
-        taken_s = self._crowded(int(tasks.process[i])).between(ready_s, back.now_s)
+        tasks, process = self._columns.tasks, int(self._columns.tasks.process[i])
+        ready_s = float(tasks.ready_s[i])
+        ended = self._by_known.within(process, ready_s + _INSTANT_S, back.now_s + _INSTANT_S)
+        if len(ended) and tasks.known_s[ended[-1]] >= back.now_s - _OFTEN_S:
+            if self._freed_the_only_thread(last := int(ended[-1])):
+                back.to(tasks.known_s[last], SCHEDULER)
+                return last
+        crowd = self._crowded(process)
+        taken_s = crowd.between(ready_s, back.now_s)
+        if crowd.between(back.now_s - _INSTANT_S, back.now_s) > 0:
+            # It was assigned although no thread was free, so it had not waited for one.
+            taken_s = 0.0
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
-        return is_held
+        return None
 
     def _last_fetch(self, i: int, assigned_s: float, here_s: float) -> int | None:
         """Return the fetch that brought the last input of a task; None if none is known."""
         tasks, hops = self._columns.tasks, self._columns.hops
         wanted = {int(tasks.number[i]), -1, *tasks.needs[i]}
-        rows = self._fetches.within(int(tasks.process[i]), assigned_s, here_s + PROMPT_S)
+        rows = self._fetches.within(int(tasks.process[i]), assigned_s, here_s + _SAME_S)
         for row in rows[: -_MAX_FETCHES - 1 : -1]:
             if int(hops.task[row]) in wanted:
                 return int(row)

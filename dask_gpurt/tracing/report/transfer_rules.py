@@ -7,7 +7,6 @@ the critical path spent there.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 
 import numpy as np
 
@@ -53,6 +52,9 @@ def slow_link(found: Findings) -> Bottleneck | None:
 
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
     on_path_s = min(found.path.seconds(NETWORK, row.link), _link_busy_s(found, row))
+    if row.mean_nbytes < _SMALL_NBYTES:
+        # The number of small messages costs this time, whatever the link can carry.
+        on_path_s = max(on_path_s - row.n_transfers / row.n_processes * _MESSAGE_S, 0.0)
     others = [
         one.rate
         for one in found.transfers
@@ -162,16 +164,17 @@ def back_pressure(found: Findings) -> Bottleneck | None:
     if not found.is_worth(saves_s):
         return None
     hops = found.columns.hops
-    late_s: defaultdict[int, float] = defaultdict(float)
-    waits_s = (hops.end_s - hops.wire_end_s).clip(min=0)
-    for receiver, wait_s in enumerate(np.bincount(hops.receiver, waits_s)):
-        late_s[receiver] = float(wait_s)
-    slowest = max(late_s, key=lambda receiver: late_s[receiver])
+    late_s = np.bincount(hops.receiver, (hops.end_s - hops.wire_end_s).clip(min=0))
+    said = f"the critical path waited {seconds_text(saves_s)} until receivers had room"
+    if late_s.any():
+        slowest = int(late_s.argmax())
+        said += (
+            f"; {found.columns.places.names[slowest]} answered latest, "
+            f"{seconds_text(float(late_s[slowest]))} after its messages had arrived, in total"
+        )
     return Bottleneck(
         "back-pressure",
-        f"the critical path waited {seconds_text(saves_s)} until receivers had room; "
-        f"{found.columns.places.names[slowest]} answered latest, "
-        f"{seconds_text(late_s[slowest])} after its messages had arrived, in total",
+        said,
         "Find out what slows the receivers: their processors, their disks, or other programs.",
         "gpurt.shuffle.memory: 0.5" if _written(found) else "",
         saves_s,

@@ -17,6 +17,7 @@ from dask_gpurt.tracing.report.task_stories import (
     PEER,
     SCHEDULER,
     THREAD,
+    WORKER,
 )
 from dask_gpurt.tracing.report.trace_report import TraceReport
 from dask_gpurt.tracing.report.transfer_rows import TransferRow
@@ -36,6 +37,7 @@ COLOURS = {
     MEMORY: "memory",
     DISK: "disk",
     THREAD: "thread",
+    WORKER: "loop",
     SCHEDULER: "scheduler",
     CLIENT: "client",
 }

@@ -1,0 +1,319 @@
+"""Each rule names its cause first on a trace that has it, and no rule speaks of a healthy one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dask_gpurt.tracing.events import Instant, LinkFacts
+from dask_gpurt.tracing.report.task_stories import (
+    CLIENT,
+    COMPUTING,
+    DISK,
+    MEMORY,
+    NETWORK,
+    PEER,
+    SCHEDULER,
+)
+from dask_gpurt.tracing.report.trace_report import TraceReport, report_of
+from tests.tracing.made_traces import MB, MadeTrace, ModelledShuffle
+
+HOSTS = ("host1", "host2", "host3")
+
+
+def four_workers() -> MadeTrace:
+    return MadeTrace(("host1", 0), ("host1", 1), ("host2", 0), ("host2", 1))
+
+
+def even_work(made: MadeTrace, until_s: float, from_s: float = 0.0, task_s: float = 1.0) -> None:
+    """Keep all threads of all workers busy with tasks of one length."""
+    for process, one in enumerate(made.trace.processes):
+        for thread in range(one.n_threads):
+            now_s = from_s
+            while now_s < until_s:
+                made.task("work", process, from_s, now_s, now_s + task_s, thread=thread)
+                now_s += task_s
+
+
+def slow_link() -> MadeTrace:
+    model = ModelledShuffle(HOSTS, rates={("host1", "host2"): 100 * MB}, in_flight_nbytes=32 * MB)
+    made = MadeTrace()
+    made.trace = model.trace()
+    return made
+
+
+def network_bound() -> MadeTrace:
+    made = MadeTrace()
+    made.trace = ModelledShuffle(rate=100 * MB).trace()
+    return made
+
+
+def congested_link() -> MadeTrace:
+    made = slow_link()
+    # No other link carried anything from one host to another.
+    used = ("tcp://host1", "tcp://host2")
+    made.trace.work = [
+        one
+        for one in made.trace.work
+        if not (
+            one.path == "send"
+            and made.trace.processes[one.process].host == "host2"
+            and one.peer.startswith("tcp://host1")
+        )
+    ]
+    made.trace.work = [
+        one
+        for one in made.trace.work
+        if not one.peer
+        or (
+            made.trace.processes[one.process].address.startswith(used) and one.peer.startswith(used)
+        )
+    ]
+    return made
+
+
+def uncompressed() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 8.0)
+    last = made.task("shuffle-transfer", 0, 8.0, 8.0, 8.1)
+    for receiver, sender in ((2, 0), (0, 2)):
+        made.message(sender, receiver, 8.1, 9.4, 130 * MB)
+    barrier = made.task("shuffle-barrier", 0, 8.1, 8.1, 9.4, (last,))
+    made.task("shuffle-p2p", 0, 9.4, 9.4, 9.6, (barrier,))
+    made.trace.about = {"settings": {"gpurt": {"shuffle": {"compression": "none"}}}}
+    return made
+
+
+def small_messages() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 2.0)
+    last = made.task("shuffle-transfer", 0, 2.0, 2.0, 2.1)
+    for i in range(4000):
+        made.message(0, 2, 2.1 + i * 0.0005, 2.1 + (i + 1) * 0.0005, 10_000)
+    barrier = made.task("shuffle-barrier", 0, 2.1, 2.1, 4.1, (last,))
+    for process in range(4):
+        made.task("shuffle-p2p", process, 4.1, 4.1, 9.0, (barrier,))
+        made.task("shuffle-p2p", process, 4.1, 4.1, 9.0, (barrier,))
+    made.trace.about = {"gpurt.shuffle.compression": "lz4"}
+    made.trace.links = [LinkFacts("host1", "host2", "tcp", 20 * MB)]
+    return made
+
+
+def back_pressure() -> MadeTrace:
+    made = four_workers()
+    made.task("shuffle-transfer", 0, 0.0, 0.0, 5.0)
+    made.work(0, "phase", "held_back", 1.0, 5.0, task=0)
+    made.message(0, 2, 1.0, 1.1, 8 * MB, answered_s=5.0)
+    return made
+
+
+def spill() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 2.0)
+    made.work(0, "spill", "shards > disk", 0.5, 2.0, nbytes=2000 * MB)
+    for process in range(4):
+        task = made.task("shuffle-p2p", process, 2.0, 2.0, 6.0)
+        made.task("shuffle-p2p", process, 2.0, 2.0, 6.0)
+        made.work(process, "read", "disk > shards", 2.5, 5.0, nbytes=2000 * MB, task=task)
+        made.task("sum", process, 6.0, 6.0, 6.5, (task,))
+    return made
+
+
+def pageable() -> MadeTrace:
+    made = MadeTrace(("gpu1", 0), threads=1)
+    for i in range(10):
+        made.task("kernel", 0, 0.0, float(i), i + 1.0, thread=1)
+        made.work(0, "copies", "host > device", i, i + 0.6, nbytes=3000 * MB, way="pageable")
+        made.work(0, "copies", "device > host", i + 0.6, i + 0.7, nbytes=2000 * MB, way="pinned")
+    return made
+
+
+def hot_key() -> MadeTrace:
+    made = MadeTrace()
+    made.trace = ModelledShuffle(weights={5: 25.0}).trace()
+    return made
+
+
+def full_worker() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 2.0)
+    for thread in range(2):
+        for i in range(8):
+            made.task("join", 3, 2.0, 2.0 + i, 3.0 + i, thread=thread)
+    for process in range(3):
+        made.task("join", process, 2.0, 2.0, 3.0, thread=0)
+    return made
+
+
+def slow_worker() -> MadeTrace:
+    made = MadeTrace()
+    made.trace = ModelledShuffle(slowdown={2: 3.0}).trace()
+    return made
+
+
+def few_partitions() -> MadeTrace:
+    made = four_workers()
+    for process in (0, 2):
+        made.task("read-csv", process, 0.0, 0.0, 6.0, thread=0)
+    even_work(made, 8.0, from_s=6.0, task_s=0.5)
+    return made
+
+
+def many_partitions() -> MadeTrace:
+    made = four_workers()
+    known_s = 0.0
+    last: tuple[int, ...] = ()
+    for i in range(400):
+        start_s = known_s + 0.01
+        known_s = start_s + 0.012
+        last = (made.task("tiny", i % 4, start_s - 0.01, start_s, start_s + 0.004, last,
+                          start_s - 0.001, start_s, known_s, 0),)  # fmt: skip
+    return made
+
+
+def busy_scheduler() -> MadeTrace:
+    made = four_workers()
+    last: tuple[int, ...] = ()
+    for i in range(10):
+        last = (made.task("step", i % 4, 2.0 * i, 2.0 * i + 1, 2.0 * i + 1.5, last,
+                          2.0 * i + 1, None, 2.0 * i + 2, 0),)  # fmt: skip
+    return made
+
+
+def slow_client() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 2.0)
+    even_work(made, 8.0, from_s=6.0)
+    return made
+
+
+def serial_chain() -> MadeTrace:
+    made = four_workers()
+    last: tuple[int, ...] = ()
+    for i in range(40):
+        last = (made.task("iterate", i % 4, float(i), float(i), i + 1.0, last, thread=0),)
+    return made
+
+
+def waits_for_memory() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 4.0)
+    for process in range(4):
+        for thread in range(2):
+            made.task("merge", process, 4.0, 7.0, 9.0, thread=thread, here_s=4.0)
+    return made
+
+
+def restarted() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 4.0)
+    made.trace.instants = [Instant(0, "run restarted", 1.0), Instant(0, "worker lost", 0.9)]
+    return made
+
+
+PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
+    "one slow link": ("slow-link", slow_link),
+    "a slow network": ("slow-link", network_bound),
+    "a link below its bandwidth": ("slow-link", congested_link),
+    "no compression": ("compression", uncompressed),
+    "small messages": ("small-messages", small_messages),
+    "late answers": ("back-pressure", back_pressure),
+    "spilled shards": ("spill", spill),
+    "pageable copies": ("pageable-copies", pageable),
+    "a hot key": ("skew", hot_key),
+    "a full worker": ("skew", full_worker),
+    "a slow worker": ("slow-worker", slow_worker),
+    "few partitions": ("few-partitions", few_partitions),
+    "tiny partitions": ("too-many-partitions", many_partitions),
+    "a busy scheduler": ("scheduler-bound", busy_scheduler),
+    "a slow client": ("client-bound", slow_client),
+    "a chain of tasks": ("idle-threads", serial_chain),
+    "no memory": ("memory-wait", waits_for_memory),
+    "a restart": ("restarts", restarted),
+}
+
+#: The parts of the critical path that a rule may save.
+SAVES = {
+    "slow-link": (NETWORK,),
+    "compression": (NETWORK,),
+    "small-messages": (NETWORK, PEER),
+    "back-pressure": (PEER,),
+    "spill": (DISK, MEMORY, PEER),
+    "memory-wait": (MEMORY,),
+    "scheduler-bound": (SCHEDULER,),
+    "too-many-partitions": (SCHEDULER,),
+    "client-bound": (CLIENT,),
+}
+
+
+def planted(name: str) -> TraceReport:
+    made = PLANTED[name][1]()
+    made.trace.tasks.sort(key=lambda one: one.start_s)
+    return report_of(made.trace)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_cause_is_named_first(name):
+    report = planted(name)
+    assert [one.rule for one in report.bottlenecks][:1] == [PLANTED[name][0]], report.headline
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_savings_are_at_most_what_the_path_spent(name):
+    report = planted(name)
+    for one in report.bottlenecks:
+        kinds = SAVES.get(one.rule, (COMPUTING,))
+        spent_s = sum(report.path.seconds(kind) for kind in kinds)
+        assert (one.saves_s or 0.0) <= spent_s + 1e-9, one
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_findings_are_sentences_with_numbers(name):
+    for one in planted(name).bottlenecks:
+        assert any(letter.isdigit() for letter in one.evidence)
+        assert one.advice[0].isupper() and one.advice.endswith(".")
+        assert not one.evidence.endswith(".")
+        assert one.setting == "" or one.setting.startswith("gpurt.")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelledShuffle(),
+        ModelledShuffle(HOSTS, workers_of_host=4, n_inputs=240, n_outputs=240),
+        ModelledShuffle(("host1",), n_inputs=40, n_outputs=40),
+        ModelledShuffle(threads=1, weights={3: 1.5}, slowdown={1: 1.1}),
+    ],
+    ids=["two hosts", "twelve workers", "one host", "nearly even"],
+)
+def test_a_healthy_shuffle_has_no_bottleneck(model):
+    report = report_of(model.trace())
+    assert report.bottlenecks == []
+    assert "Nothing stands out" in report.closing
+    assert "more workers or threads would help" in report.closing
+
+
+def test_busy_workers_have_no_bottleneck():
+    made = four_workers()
+    even_work(made, 6.0)
+    assert report_of(made.trace).bottlenecks == []
+
+
+def test_an_empty_trace_has_no_bottleneck():
+    assert report_of(MadeTrace().trace).bottlenecks == []
+
+
+def test_compression_that_auto_refused_is_not_proposed():
+    made = uncompressed()
+    made.trace.about = {"settings": {"gpurt.shuffle.compression": "auto"}}
+    made.trace.links = [
+        LinkFacts(a, b, "tcp", 100 * MB) for a, b in (("host1", "host2"), ("host2", "host1"))
+    ]
+    assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
+
+
+def test_ranks_follow_savings():
+    found = planted("one slow link").bottlenecks
+    saved = [one.saves_s for one in found]
+    assert len(saved) > 1 and saved == sorted(saved, reverse=True)
