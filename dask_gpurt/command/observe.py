@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 from dask_gpurt import config, metrics
+from dask_gpurt.tracing.live_facts import SPENT
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -34,6 +35,8 @@ PRELOAD = "dask_gpurt.command.observe"
 #: asks for longer ones, up to a limit.
 INTERVAL_S = 0.5
 MAX_INTERVAL_S = 30.0
+#: Most shuffles of a cluster that are kept; the newest win.
+MAX_SHUFFLES = 1_000
 #: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
 #: stuck worker does not hide the counts of the others. A late reading is dropped.
 READ_TIMEOUT_S = 8.0
@@ -55,6 +58,10 @@ class ClusterRecord:
     not_ready: dict[str, str] = field(default_factory=dict)
     #: By activation too, summed over all workers, including workers that left.
     totals_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    spent_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    #: Summaries of shuffles by id and run, the newest at the end, and loads of workers by address.
+    shuffles: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Every worker that ever reported.
     workers: set[str] = field(default_factory=set)
     tasks_done: int = 0
@@ -73,6 +80,21 @@ class ClusterRecord:
         counted = {name: status["totals"].get(name, 0) for name in metrics.MEANING}
         self.totals_of[activation] |= Counter(counted)
         self.workers |= set(status["ready"])
+        if "spent" in status:
+            self._absorb_figures(status, activation)
+
+    def _absorb_figures(self, status: dict[str, Any], activation: str) -> None:
+        self.spent_of[activation] |= Counter(status["spent"])
+        for one in status["shuffles"]:
+            key = one["id"], one["run"]
+            if self.shuffles.get(key, one)["nbytes"] <= one["nbytes"]:
+                self.shuffles[key] = one
+        while len(self.shuffles) > MAX_SHUFFLES:
+            del self.shuffles[next(iter(self.shuffles))]
+        for worker, report in status["workers"].items():
+            if report:
+                load = {name: n for name, n in report["load"].items() if name != "untold"}
+                self.loads[worker] = load
 
     @property
     def runs(self) -> Counter[str]:
@@ -86,6 +108,10 @@ class ClusterRecord:
     def totals(self) -> Counter[str]:
         return sum(self.totals_of.values(), Counter())
 
+    @property
+    def spent(self) -> Counter[str]:
+        return sum(self.spent_of.values(), Counter())
+
 
 @dataclass(frozen=True)
 class CounterSnapshot:
@@ -98,6 +124,10 @@ class CounterSnapshot:
     not_ready: dict[str, str]
     tasks_done: int
     tasks_total: int
+    #: What workers spent (`SPENT`), their loads, and summaries of shuffles.
+    spent: dict[str, float] = field(default_factory=dict)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shuffles: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -240,7 +270,15 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
     fallbacks: Counter[tuple[str, str]] = Counter()
     not_ready: dict[str, str] = {}
     counters = []
+    spent: Counter[str] = Counter()
+    loads: dict[str, dict[str, Any]] = {}
+    shuffles: list[dict[str, Any]] = []
     for record, before in pairs:
+        spent += record.spent - before.spent
+        shuffles += [one for key, one in record.shuffles.items() if key not in before.shuffles]
+        for worker, load in record.loads.items():
+            task_s = before.loads.get(worker, {"task_s": 0.0})["task_s"]
+            loads[worker] = {**load, "task_s": load["task_s"] - task_s}
         runs += record.runs - before.runs
         fallbacks += record.fallbacks - before.fallbacks
         not_ready |= record.not_ready
@@ -263,6 +301,9 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         not_ready=not_ready,
         tasks_done=sum(record.tasks_done for record, _ in pairs),
         tasks_total=sum(record.tasks_total for record, _ in pairs),
+        spent={name: float(spent[name]) for name in SPENT},
+        loads=loads,
+        shuffles=shuffles,
     )
 
 

@@ -97,7 +97,11 @@ class _Session:
         self._progress.stop()
         wall_s = time.perf_counter() - start_s
         report = run_report.as_dict(
-            self._recorder.snapshot(), wall_s, exit_code(status), self._notes
+            self._recorder.snapshot(),
+            wall_s,
+            exit_code(status),
+            self._notes,
+            self._lazy.start_s,
         )
         if self._report_path is not None:
             try:
