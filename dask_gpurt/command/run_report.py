@@ -12,8 +12,8 @@ from typing import Any
 from dask.utils import format_bytes
 
 import dask_gpurt
-from dask_gpurt.command import verdict
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.observe import CounterSnapshot
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dask_gpurt import config
-from dask_gpurt.command import verdict
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
 from dask_gpurt.command.run_report import device_note, times
 from dask_gpurt.metrics import MEANING

@@ -33,7 +33,8 @@ def spent(*digests: Mapping[Any, float]) -> dict[str, float]:
         # A copy, because the worker adds metrics while this runs in another thread.
         for key, value in [*metrics.items()]:
             if isinstance(key, tuple) and len(key) > 2:
-                for name in _names(str(key[0]), str(key[-2]), str(key[-1])):
+                where = str(key[-3] if key[0] == "p2p" else key[0])
+                for name in _names(where, str(key[-2]), str(key[-1])):
                     sums[name] += value
     return sums
 
@@ -43,7 +44,7 @@ def _names(where: str, activity: str, unit: str) -> Iterable[str]:
     if unit == "bytes":
         if activity == "disk-write":
             return ("written_nbytes",)
-        return ("moved_nbytes",) if (where, activity) == ("p2p", "process") else ()
+        return ("moved_nbytes",) if (where, activity) == ("background-comms", "process") else ()
     if unit != "seconds":
         return ()
     if where == "gather-dep":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dask_gpurt.shuffle.balance import TOLERATED
@@ -41,7 +41,8 @@ COUNTS = (
 #: that tasks and messages waited for shards to be written to disk; `remote_s` are those in which a
 #: message to another host was on its way.
 MORE_COUNTS = ("rows_owned", "n_owned", "n_threads")
-MORE_SECONDS = ("lasted_s", "cpu_s", "room_s", "remote_s")
+_MORE_SECONDS = ("lasted_s", "cpu_s", "room_s", "remote_s")
+MORE_NUMBERS = (*_MORE_SECONDS, "bandwidth")
 #: Counts and seconds that a summary adds up over workers.
 _TOTALS = (*COUNTS, "n_owned", "n_threads")
 _TOTAL_SECONDS = ("cpu_s", "room_s")
@@ -69,7 +70,7 @@ class RunFigures:
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(COUNTS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._more = dict.fromkeys(MORE_SECONDS, 0.0)
+        self._more = dict.fromkeys(_MORE_SECONDS, 0.0)
         self._links: dict[str, list[float]] = {}
         #: End of the latest message to another host, in seconds since the run began.
         self._remote_until_s = 0.0
@@ -127,7 +128,11 @@ class RunFigures:
                 self._more["remote_s"] += max(0.0, until_s - began_s)
                 self._remote_until_s = max(self._remote_until_s, until_s)
 
-    def snapshot(self, rows_of_partition: Mapping[Any, int]) -> dict[str, Any]:
+    def snapshot(
+        self,
+        rows_of_partition: Mapping[Any, int],
+        bandwidth: Callable[[str], float] = lambda peer: 0.0,
+    ) -> dict[str, Any]:
         """Return the statistics as plain values, with the busiest link alone.
 
         A summary over workers needs no other link. All links of 1,000 workers would be megabytes.
@@ -136,6 +141,8 @@ class RunFigures:
         ----------
         rows_of_partition
             Rows of each output partition that this worker owns.
+        bandwidth
+            Returns the bytes a second that the link to a peer can carry; 0 if that is unknown.
         """
         fullest = sorted(rows_of_partition.items(), key=lambda item: -item[1])[:N_FULLEST]
         with self._lock:
@@ -146,6 +153,7 @@ class RunFigures:
                 **self._more,
                 "seconds": dict(self._seconds),
                 "links": {peer: tuple(self._links[peer]) for peer in busiest},
+                "bandwidth": max(map(bandwidth, busiest), default=0.0),
                 "rows_owned": sum(rows_of_partition.values()),
                 "n_owned": len(rows_of_partition),
                 "fullest": [(str(partition), rows) for partition, rows in fullest],
@@ -170,8 +178,9 @@ class RunSum:
         self._lasted_s, self._n_workers = 0.0, 0
         #: Most seconds of `unpack` that a thread of one worker had, on average.
         self._most_unpack_s = 0.0
-        #: The worker that sent to other hosts for longest, its bytes on the wire, and the seconds.
-        self._longest_sender: tuple[str, int, float] | None = None
+        #: The worker that sent to other hosts for longest, its bytes on the wire, the seconds, and
+        #: the bandwidth of its busiest link.
+        self._longest_sender: tuple[str, int, float, float] | None = None
         self._busiest_link: tuple[str, str, int, float] | None = None
         #: Workers that own partitions: the rows of all, their number, and the rows of the fullest.
         self._rows, self._n_owners, self._most_rows = 0, 0, 0
@@ -191,8 +200,10 @@ class RunSum:
         self._n_workers += 1
         unpack_s = snapshot["seconds"]["unpack"] / max(snapshot["n_threads"], 1)
         self._most_unpack_s = max(self._most_unpack_s, unpack_s)
-        if snapshot["remote_s"] > (self._longest_sender or ("", 0, 0.0))[2]:
-            self._longest_sender = (worker, snapshot["wire_nbytes"], snapshot["remote_s"])
+        remote_s = snapshot["remote_s"]
+        if remote_s > (self._longest_sender or ("", 0, 0.0))[2]:
+            rate = snapshot["bandwidth"]
+            self._longest_sender = (worker, snapshot["wire_nbytes"], remote_s, rate)
         for peer, (nbytes, seconds) in snapshot["links"].items():
             if self._busiest_link is None or nbytes > self._busiest_link[2]:
                 self._busiest_link = (worker, peer, int(nbytes), seconds)
@@ -224,8 +235,8 @@ class RunSum:
             never hot. For a verdict: `lasted_s`; the number of `workers` and their `threads`;
             `cpu_s`; `partitions_in` and `partitions_out`; `room_s` (waits for shards to be
             written); `longest_sender` (worker, bytes on the wire, seconds in which it was sending
-            to another host); and `most_unpack_s` (seconds of `unpack` for each thread of the worker
-            with most).
+            to another host, and the bytes a second that its busiest link can carry, 0 if unknown);
+            and `most_unpack_s` (seconds of `unpack` for each thread of the worker with most).
         """
         if more:
             whole = copy.deepcopy(self)

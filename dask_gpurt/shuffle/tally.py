@@ -18,7 +18,7 @@ from dask_gpurt import metrics
 from dask_gpurt.shuffle.figures import (
     COUNTS,
     MORE_COUNTS,
-    MORE_SECONDS,
+    MORE_NUMBERS,
     N_FULLEST,
     PHASES,
     RunSum,
@@ -196,7 +196,7 @@ def _checked_run(said: Any) -> dict[str, Any]:
             "kind": _checked_text(said["kind"]),
             "began_s": _checked_number(said["began_s"], float),
             **_checked_counts(said, (*COUNTS, *MORE_COUNTS)),
-            **{name: _checked_number(said.get(name, 0), float) for name in MORE_SECONDS},
+            **{name: _checked_number(said.get(name, 0), float) for name in MORE_NUMBERS},
             "seconds": {p: _checked_number(said["seconds"].get(p, 0), float) for p in PHASES},
             "links": {
                 _checked_text(peer): (_checked_number(nbytes, int), _checked_number(s, float))

@@ -20,14 +20,16 @@ LEAST_SHARE = 0.05
 MOST_SHOWN = 3
 #: Share of a shuffle in which a worker was sending, from which on the network may limit it.
 SENDING_SHARE = 0.5
-#: Share of the processors from which on they limit a shuffle, and not the network.
+#: Share of a link's bandwidth from which on it is full.
+FULL_SHARE = 0.4
+#: Share of the threads from which on they are busy.
 BUSY_SHARE = 0.7
 #: Rows of the fullest worker over the mean, from which on a shuffle is skewed.
 SKEWED = 1.3
 #: Partitions below this many bytes cost more by their number than by their size. The seconds are
-#: what two tasks and their messages cost the scheduler and the workers.
+#: the most that a task and its messages cost the scheduler and the workers.
 SMALL_NBYTES = 1_000_000
-PARTITION_S = 0.004
+MOST_PARTITION_S = 0.01
 #: Fewer partitions than this for each thread are not too many, however small.
 FEW_PARTITIONS = 8
 #: Processors that a worker uses at a time, on average, if its threads wait for one lock.
@@ -111,28 +113,27 @@ def _slow_link(facts: LiveFacts) -> Bottleneck | None:
     def saves_s(one: Mapping[str, Any]) -> float:
         if one["longest_sender"] is None:
             return 0.0
-        lasted_s, sending_s = one["lasted_s"], one["longest_sender"][2]
-        receiving_s = one["seconds"]["receive"] / _workers(one)
-        is_computing = facts.n_cores and one["cpu_s"] > BUSY_SHARE * facts.n_cores * lasted_s
-        if sending_s < SENDING_SHARE * lasted_s or is_computing:
+        _, nbytes, sending_s, bandwidth = one["longest_sender"]
+        lasted_s, on_processors_s = one["lasted_s"], one["cpu_s"] / max(one["threads"], 1)
+        # Messages of a fast link take long, too, if processors have no time for them. There the
+        # kernel does not know the bandwidth, because it never had enough to send.
+        is_full = bandwidth > 0 and nbytes > FULL_SHARE * bandwidth * sending_s
+        if sending_s < SENDING_SHARE * lasted_s or not is_full:
             return 0.0
-        return float(
-            min(
-                sending_s - receiving_s - one["room_s"] / _workers(one),
-                lasted_s - max(_computing_s(one), receiving_s),
-            )
-        )
+        rest_s = max(_computing_s(one), on_processors_s, one["room_s"] / _workers(one))
+        return float(min(sending_s, lasted_s - rest_s))
 
     if (found := _worst(facts, saves_s)) is None:
         return None
     one, saved_s = found
-    sender, nbytes, seconds = one["longest_sender"]
+    sender, nbytes, seconds, bandwidth = one["longest_sender"]
     is_compressed = one["raw_nbytes"] > 1.1 * one["wire_nbytes"]
     advice = "Use a faster network or transport, or send fewer bytes: drop columns before it"
     return Bottleneck(
         "slow-link",
         f"{sender} sent {_size(nbytes)} to other hosts at {_size(nbytes / seconds)}/s, in "
-        f"{seconds:.1f} s of the {one['lasted_s']:.1f} s of {_name(one)}",
+        f"{seconds:.1f} s of the {one['lasted_s']:.1f} s of {_name(one)}"
+        f"; its link carries {_size(bandwidth)}/s",
         advice + ("." if is_compressed else ", or compress them."),
         "" if is_compressed else "gpurt.shuffle.compression: lz4",
         saved_s,
@@ -142,12 +143,15 @@ def _slow_link(facts: LiveFacts) -> Bottleneck | None:
 def _small_messages(facts: LiveFacts) -> Bottleneck | None:
     def saves_s(one: Mapping[str, Any]) -> float:
         enough = FEW_PARTITIONS * max(one["threads"], 1)
+        numbers = one["partitions_in"], one["partitions_out"]
         n_many = sum(
             n - max(enough, one["nbytes"] / SMALL_NBYTES)
-            for n in (one["partitions_in"], one["partitions_out"])
+            for n in numbers
             if n > enough and one["nbytes"] < SMALL_NBYTES * n
         )
-        return min(PARTITION_S / 2 * n_many, float(one["lasted_s"]))
+        # What the run took beyond its work is the cost of tasks and messages.
+        beyond_s = one["lasted_s"] - _computing_s(one)
+        return float(min(beyond_s * n_many / sum(numbers), MOST_PARTITION_S * n_many))
 
     if (found := _worst(facts, saves_s)) is None:
         return None
@@ -310,12 +314,14 @@ def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
     n = sum(one["count"] for one in facts.fallbacks)
     total = n + facts.runs["gpurt"]
     why = str(most["why"])
-    advice = "Do what the reason says, then run the program again."
+    advice = "See the reason, and the logs of the scheduler and the workers."
     if "no adapter" in why:
         advice = "Use DataFrames of pandas or cuDF themselves, and not of a subclass."
+    elif "pip install" in why:
+        advice = "Install the package there, and restart the worker."
     return Bottleneck(
         "stock-shuffle",
-        f"{n} of {total} {_plural('shuffle', total)} ran on stock Dask: {most['what']}: {why}",
+        f"{n} of {total} {_plural('shuffle', total)} ran on stock Dask, mostly: {most['what']}",
         advice,
     )
 

@@ -462,7 +462,9 @@ class ExchangeRun:
             return self._last_report
         partitions = self._plan.partitions
         rows = self._store.rows_of_slots()
-        return self.figures.snapshot({partitions[slot]: n for slot, n in rows.items()})
+        return self.figures.snapshot(
+            {partitions[slot]: n for slot, n in rows.items()}, self._state.links.bandwidth
+        )
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

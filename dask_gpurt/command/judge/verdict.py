@@ -14,7 +14,7 @@ import dask.config
 
 from dask_gpurt.command.layout import wrapped
 from dask_gpurt.command.observe import CounterSnapshot
-from dask_gpurt.tracing.live_facts import LiveFacts
+from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
 from dask_gpurt.tracing.live_rules import bottlenecks, verdict_lines
 
 
@@ -27,7 +27,7 @@ def of_status(status: Mapping[str, Any]) -> dict[str, Any]:
             shuffles=status["shuffles"],
             runs=status["runs"],
             fallbacks=status["fallbacks"],
-            spent=status["spent"],
+            spent=_complete(status["spent"]),
             busy_s=_busy_s(loads),
             n_threads=n_threads,
             n_cores=n_cores,
@@ -43,7 +43,7 @@ def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
             shuffles=snapshot.shuffles,
             runs=snapshot.runs,
             fallbacks=snapshot.fallbacks,
-            spent=snapshot.spent,
+            spent=_complete(snapshot.spent),
             busy_s=_busy_s(snapshot.loads),
             n_threads=n_threads,
             n_cores=n_cores,
@@ -62,6 +62,10 @@ def cluster_size(loads: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
         host = get_address_host(address)
         cores[host] = max(cores.get(host, 0), load["cores"])
     return sum(load["threads"] for load in loads.values()), sum(cores.values())
+
+
+def _complete(spent: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(spent.get(name, 0.0)) for name in SPENT}
 
 
 def _busy_s(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
