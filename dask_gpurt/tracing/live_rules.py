@@ -151,7 +151,7 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
         )
         # What the run took beyond its work is the cost of tasks and messages.
         beyond_s = one["lasted_s"] - _computing_s(one)
-        return float(min(beyond_s * n_many / sum(numbers), MOST_PARTITION_S * n_many))
+        return float(min(beyond_s * n_many / max(sum(numbers), 1), MOST_PARTITION_S * n_many))
 
     if (found := _worst(facts, saves_s)) is None:
         return None
@@ -200,7 +200,7 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
         if one["hot"]
         else "Use more output partitions, and input partitions of more than 10,000 rows.",
         "",
-        min(saves_s(one), facts.period_s),
+        saves_s(one),
     )
 
 
@@ -220,7 +220,7 @@ def _spill(facts: LiveFacts) -> Bottleneck | None:
         if is_shards
         else "Make partitions smaller, release results, or give workers more memory.",
         "gpurt.shuffle.memory: 0.5" if is_shards else "",
-        min(shards_s + outputs_s, facts.period_s),
+        shards_s + outputs_s,
     )
 
 
@@ -234,7 +234,7 @@ def _memory_wait(facts: LiveFacts) -> Bottleneck | None:
         f"{_plural('thread', facts.threads)}",
         "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
         "",
-        min(waited_s / facts.threads, facts.period_s),
+        waited_s / facts.threads,
     )
 
 
@@ -251,7 +251,7 @@ def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
         f"{one['threads']} {_plural('thread', one['threads'])}",
         "Find out what slows the receivers: their processors, their disks, or other programs.",
         "",
-        min(saved_s, facts.period_s),
+        saved_s,
     )
 
 
@@ -283,7 +283,7 @@ def _processors(facts: LiveFacts) -> Bottleneck | None:
             f"{evidence}, on hosts with {cores} processors",
             f"Start more workers or threads: {cores} threads fit the hosts.",
             "",
-            min(working_s, facts.wall_s) * (1 - n / cores),
+            working_s * (1 - n / cores),
         )
     return None
 
