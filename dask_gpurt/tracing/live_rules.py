@@ -8,6 +8,7 @@ use the same identifiers. Pure functions over numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
@@ -38,17 +39,23 @@ ONE_AT_A_TIME = (0.7, 1.3)
 
 def bottlenecks(facts: LiveFacts) -> list[Bottleneck]:
     """Return what limits the program: the most seconds to save first, unknown savings last."""
-    found = [one for rule in RULES.values() if (one := rule(facts)) is not None]
-    named = {one.rule for one in found}
-    if named & {"slow-link", "skew", "spill"}:
-        # These are why peers are slow.
-        found = [one for one in found if one.rule != "back-pressure"]
+    # Shuffles that overlap have more seconds than the period.
     most_s = facts.period_s
-    kept = [
-        one
-        for one in found
-        if one.saves_s is None or one.saves_s >= max(LEAST_S, LEAST_SHARE * most_s)
-    ]
+    least_s = max(LEAST_S, LEAST_SHARE * most_s)
+    kept = []
+    for rule in RULES.values():
+        one = rule(facts)
+        if one is not None and one.saves_s is not None:
+            one = (
+                replace(one, saves_s=min(one.saves_s, most_s))
+                if min(one.saves_s, most_s) >= least_s
+                else None
+            )
+        if one is not None:
+            kept.append(one)
+    if {one.rule for one in kept} & {"slow-link", "skew", "spill"}:
+        # These are why peers are slow.
+        kept = [one for one in kept if one.rule != "back-pressure"]
     return sorted(kept, key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)
 
 
