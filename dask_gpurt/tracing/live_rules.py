@@ -44,15 +44,10 @@ def bottlenecks(facts: LiveFacts) -> list[Bottleneck]:
     least_s = max(LEAST_S, LEAST_SHARE * most_s)
     kept = []
     for rule in RULES.values():
-        one = rule(facts)
-        if one is not None and one.saves_s is not None:
-            one = (
-                replace(one, saves_s=min(one.saves_s, most_s))
-                if min(one.saves_s, most_s) >= least_s
-                else None
-            )
-        if one is not None:
-            kept.append(one)
+        if (one := rule(facts)) is not None:
+            saves_s = None if one.saves_s is None else min(one.saves_s, most_s)
+            if saves_s is None or saves_s >= least_s:
+                kept.append(replace(one, saves_s=saves_s))
     if {one.rule for one in kept} & {"slow-link", "skew", "spill"}:
         # These are why peers are slow.
         kept = [one for one in kept if one.rule != "back-pressure"]
