@@ -159,7 +159,8 @@ def test_a_shaped_link_between_hosts_is_slow() -> None:
     rate = 12.5e6
     with hosts.hosts(2) as names:
         hosts.shape(names, "100mbit")
-        settings = {"gpurt.shuffle.compression": "none"}
+        # Several messages, because the bandwidth is that of some readings.
+        settings = {"gpurt.shuffle.compression": "none", "gpurt.shuffle.message-size": "1 MiB"}
         with dask.config.set(settings), hosts.cluster(names) as client:
             dask_gpurt.enable(client)
             shuffled(client, rows=400_000)
