@@ -139,11 +139,15 @@ class Recorder:
         Called once, when the first client connects.
     with_tasks
         Whether to count tasks too, for progress.
+    with_stock
+        Whether to ask what clusters spent on which the runtime is off.
     """
 
-    def __init__(self, on_first: Callable[[], None], with_tasks: bool) -> None:
+    def __init__(
+        self, on_first: Callable[[], None], with_tasks: bool, with_stock: bool = False
+    ) -> None:
         self._on_first = on_first
-        self._with_tasks = with_tasks
+        self._with_tasks, self._with_stock = with_tasks, with_stock
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self._polls: weakref.WeakKeyDictionary[Client, asyncio.Task[None]] = (
@@ -197,10 +201,14 @@ class Recorder:
             # Imported here, because it loads all of distributed.
             from dask_gpurt.plugins.activation import read_status, scheduler_differs
             from dask_gpurt.plugins.dashboard.gathering import count_tasks
+            from dask_gpurt.plugins.time_spent import stock_figures
 
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
                 status = await read_status(client, ask_workers=ask_workers)
+                if self._with_stock and ask_workers and not status["active"]:
+                    if await scheduler_differs(client) is None:
+                        status.update(await stock_figures(client))
                 tasks = None
                 if self._with_tasks and await scheduler_differs(client) is None:
                     tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]

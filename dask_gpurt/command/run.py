@@ -43,6 +43,8 @@ class Options:
         Size of the cluster for a script without one. None fits the machine.
     progress
         None shows progress only on a terminal.
+    stock
+        Leave the runtime off, whatever the settings say, and record what stock Dask does.
     """
 
     n_workers: int | None = None
@@ -50,6 +52,7 @@ class Options:
     progress: bool | None = None
     report_path: Path | None = None
     strict: bool = False
+    stock: bool = False
 
 
 class _Session:
@@ -67,7 +70,9 @@ class _Session:
         self._pid = os.getpid()
         show = sys.stderr.isatty() if options.progress is None else options.progress
         self._recorder = observe.Recorder(
-            lambda: self._progress.start() if show else None, with_tasks=show
+            lambda: self._progress.start() if show else None,
+            with_tasks=show,
+            with_stock=options.stock,
         )
         self._progress = Progress(self._recorder.snapshot)
         observe.install(self._recorder)
@@ -92,10 +97,10 @@ class _Session:
         if os.getpid() != self._pid:
             # In a child that the script forked: the parent closes and reports.
             return
+        wall_s = time.perf_counter() - start_s
         self._recorder.finish()
         self._lazy.close(at_once=status == INTERRUPTED)
         self._progress.stop()
-        wall_s = time.perf_counter() - start_s
         report = run_report.as_dict(
             self._recorder.snapshot(),
             wall_s,
@@ -144,7 +149,10 @@ def run_script(
         raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
     # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
-    _switch_on(options.strict)
+    if options.stock:
+        _switch_off()
+    else:
+        _switch_on(options.strict)
     session = _Session(options, report_path)
 
     # A reference, or the current main module would lose its globals when it is replaced.
@@ -186,6 +194,11 @@ def threads_still_work() -> bool:
         if frames[thread.ident].f_code.co_filename != concurrent.futures.thread.__file__:
             return True
     return False
+
+
+def _switch_off() -> None:
+    os.environ["DASK_GPURT__ENABLED"] = "false"
+    dask.config.set({"gpurt.enabled": False})
 
 
 def _switch_on(is_strict: bool) -> None:

@@ -15,7 +15,7 @@ from dask.system import CPU_COUNT
 from dask_gpurt.tracing.live_facts import SPENT
 
 if TYPE_CHECKING:
-    from distributed import Scheduler, Worker
+    from distributed import Client, Scheduler, Worker
 
 #: Names in `SPENT` for activities of tasks.
 _OF_TASKS = {
@@ -90,3 +90,12 @@ def cluster_spent(dask_scheduler: Scheduler, reports: Iterable[Any] = ()) -> dic
     untold = [report["load"]["untold"] for report in reports if report and "load" in report]
     sums = spent(dask_scheduler.cumulative_worker_metrics)
     return {name: value + sum(one[name] for one in untold) for name, value in sums.items()}
+
+
+async def stock_figures(client: Client) -> dict[str, Any]:
+    """Return the entries `spent` and `workers` of a status, of a cluster without the runtime."""
+    loads = await client.run(worker_load, on_error="ignore")  # type: ignore[no-untyped-call]
+    spent = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
+        cluster_spent, reports=[*loads.values()]
+    )
+    return {"spent": spent, "workers": loads}
