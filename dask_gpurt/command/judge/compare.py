@@ -23,7 +23,7 @@ from dask.utils import format_bytes
 from dask_gpurt.command.connect import ConnectError, connected
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.judge import verdict
-from dask_gpurt.command.judge.outputs import EQUAL, Difference, difference
+from dask_gpurt.command.judge.outputs import Difference, difference
 from dask_gpurt.command.judge.turns import Program, Turn
 from dask_gpurt.command.layout import table, terminal_width, wrapped
 from dask_gpurt.command.script import INTERRUPTED, find_module, find_script
@@ -201,7 +201,7 @@ def summary(program: str, pairs: Pairs) -> dict[str, Any]:
         return found
     ratios = sorted(a.seconds / max(b.seconds, 1e-9) for a, b in complete)
     output = _output(pairs)
-    if output.kind not in (EQUAL,) and output.diff and not pairs.problem:
+    if output.diff:
         pairs.code = pairs.code or _CHANGED
     found |= {
         "stock": _side([a for a, _ in complete]),
@@ -222,6 +222,8 @@ def _output(pairs: Pairs) -> Difference:
     """Return how outputs differ, unless those of stock Dask differ as much among themselves."""
     (first, enabled), *others = pairs.complete
     found = difference(first.output, enabled.output)
+    if found.diff and not others:
+        pairs.notes.append("more --repeats show whether it prints something else each time")
     for again, _ in others:
         own = difference(first.output, again.output)
         if found.diff and own.diff:
@@ -241,6 +243,7 @@ def _side(turns: Sequence[Turn]) -> dict[str, Any]:
         "spent": typical["spent"],
         "runs": typical["runs"],
         "verdict": typical["verdict"],
+        "clusters": len(typical["clusters"]),
     }
 
 
@@ -256,7 +259,7 @@ def _expects_gain(turns: Sequence[Turn]) -> bool:
 
 
 _ROWS = {
-    "moved by shuffles": "moved_nbytes",
+    "shuffle messages": "moved_nbytes",
     "written to disk": "written_nbytes",
     "tasks": "task_s",
     "tasks on a processor": "cpu_s",
@@ -287,26 +290,30 @@ def _times(found: dict[str, Any], width: int | None) -> list[str]:
             rows.append(
                 [text, *(format_bytes(int(n)) if is_size else f"{n:.1f} s" for n in amounts)]
             )
-    counts = [side["runs"] for side in sides]
-    rows.append(["shuffles", str(counts[0]["stock"]), str(sum(counts[1].values()))])
     return table(["", _STOCK, _ENABLED], rows, width)
 
 
 def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
     ratio, output = found["ratio"], found["output"]
-    n = len(found["pairs"])
-    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {n} pair" + ("s" if n > 1 else "")
+    n, runs = len(found["pairs"]), found["enabled"]["runs"]
+    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {n} pairs"
+    if n == 1:
+        spread = "one pair, so the spread is unknown"
     said = f"{ratio['median']:.2f} times as fast with dask_gpurt ({spread})"
     if n > 1 and ratio["least"] <= 1 <= ratio["most"]:
         said += ": no difference beyond the spread"
     lines = wrapped(said, width, "  ")
     lines += wrapped(f"output: {output['kind']}", width, "  ")
     lines += [f"    {line}" for line in output["diff"]]
+    if not found["enabled"]["clusters"]:
+        text = "nothing ran on a cluster: the program uses another scheduler, such as threads"
+        return [*lines, *wrapped(text, width, "  ")]
     if not found["expects_gain"]:
         text = (
             "nothing in it is a shuffle or a large transfer between workers: no gain is to be "
             "expected"
         )
         return [*lines, *wrapped(text, width, "  ")]
-    lines.append("  what limits it with dask_gpurt:")
+    shuffles = f"{runs['gpurt']} with dask_gpurt, {runs['stock']} left to stock Dask"
+    lines += wrapped(f"shuffles: {shuffles}; what limits it with dask_gpurt:", width, "  ")
     return [*lines, *verdict.as_lines(found["enabled"]["verdict"]["text"], width, "    ")]
