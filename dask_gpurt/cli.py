@@ -50,6 +50,7 @@ def gpurt() -> None:
     help="Also write the closing report to FILE as JSON.",
 )
 @click.option("--strict", is_flag=True, help="Raise an error instead of a fallback to stock Dask.")
+@click.option("--stock", is_flag=True, hidden=True, help="Leave the runtime off.")
 @click.option(
     "--nsys",
     type=click.Path(file_okay=False, path_type=Path),
@@ -65,6 +66,7 @@ def run(
     progress: bool | None,
     report: Path | None,
     strict: bool,
+    stock: bool,
     nsys: Path | None,
     is_module: bool,
     script: str,
@@ -84,6 +86,7 @@ def run(
         progress=progress,
         report_path=report,
         strict=strict,
+        stock=stock,
         nsys_directory=nsys,
     )
     try:
@@ -424,6 +427,74 @@ def convert(files: tuple[Path, ...], ours: Path | None, out: Path) -> None:
         click.echo(convert_files(files, out, ours))
     except TraceFileError as error:
         sys.exit(_fail("convert", error))
+
+
+@gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, metavar="N")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=30.0,
+    show_default=True,
+    help="Most minutes for all turns.",
+)
+@click.option("--n-workers", type=click.IntRange(1), metavar="N", help="Worker processes.")
+@click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads of each worker.")
+@_json
+@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def compare(
+    repeats: int,
+    minutes: float,
+    n_workers: int | None,
+    threads: int | None,
+    as_json: bool,
+    is_module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Run SCRIPT unchanged on stock Dask and with the runtime, in turns, and compare.
+
+    Compares times, bytes and what the script prints, and says what limits it. Clusters are those of
+    `dask gpurt run`. Exits with 1 if the runtime changes what the script does, and with 2 if the
+    script fails on stock Dask.
+    """
+    from dask_gpurt.command.judge.compare import compare as compare_sides
+    from dask_gpurt.command.script import ScriptError
+
+    sizes = {"--n-workers": n_workers, "--threads": threads}
+    try:
+        code = compare_sides(
+            script,
+            args,
+            [text for name, n in sizes.items() if n for text in (name, str(n))],
+            is_module=is_module,
+            repeats=repeats,
+            limit_s=60 * minutes,
+            as_json=as_json,
+        )
+    except ScriptError as error:
+        code = _fail("compare", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings=_CONTEXT)
+@_of_cluster
+@_json
+@click.option("--worker", metavar="W", help="Address or name of one worker. Default: all.")
+def memory(
+    scheduler: str | None, scheduler_file: Path | None, as_json: bool, worker: str | None
+) -> None:
+    """Show what takes the memory of each worker's process, and what would free it."""
+    from dask_gpurt.command.connect import ConnectError
+    from dask_gpurt.command.judge.memory import show
+
+    try:
+        code = show(scheduler, scheduler_file, worker, as_json)
+    except ConnectError as error:
+        code = _fail("memory", error)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

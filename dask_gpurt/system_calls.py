@@ -12,7 +12,9 @@ import errno
 import fcntl
 import os
 import platform
+import resource
 import stat
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ _MFD_CLOEXEC = 1
 _F_GET_SEALS = 1034
 #: System call number of `memfd_create`. The numbers of old calls differ between processors.
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "riscv64": 279}
+#: Fields of `/proc/self/status` with resident bytes.
+_RESIDENT = {"all": "VmRSS", "anonymous": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
 #: Error codes: the kernel lacks a call, or a sandbox forbids it.
 _ABSENT = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 
@@ -124,6 +128,44 @@ def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> 
         if len(data) < len(buffer):
             break
     return count
+
+
+def resident_nbytes() -> dict[str, int]:
+    """Return the resident bytes of this process: `all`, `anonymous`, `files` and `shared`.
+
+    Without Linux's `/proc`, all but `all` are 0, and `all` is the most so far.
+    """
+    found = dict.fromkeys(_RESIDENT, 0)
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        for name, field in _RESIDENT.items():
+            found[name] = 1024 * int(lines.get(field, "0").split()[0])
+    except (OSError, ValueError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found["all"] = most if sys.platform == "darwin" else 1024 * most
+    return found
+
+
+def allocator_nbytes() -> tuple[int, int]:
+    """Return the bytes that objects use in glibc's allocator, and those that it keeps free.
+
+    Some of the free bytes may have no page any more. Without glibc 2.33, both are 0.
+    """
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return 0, 0
+    mallinfo2.restype = _Mallinfo
+    found = mallinfo2()
+    return int(found.uordblks + found.hblkhd), int(found.fordblks)
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 class Wakeup:

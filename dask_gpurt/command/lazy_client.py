@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class LazyClient(str):
     _lock: threading.Lock
     _cluster: EmbeddedCluster | None
     _own: Client | None
+    #: Seconds in which clusters started.
+    start_s: float
 
     def __new__(cls, start: Callable[[], EmbeddedCluster]) -> LazyClient:
         self = super().__new__(cls, "")
@@ -46,6 +49,7 @@ class LazyClient(str):
         self._lock = threading.Lock()
         self._cluster = None
         self._own = None
+        self.start_s = 0.0
         return self
 
     def __bool__(self) -> bool:
@@ -84,6 +88,7 @@ class LazyClient(str):
             if (client := self.own) is not None:
                 return client
             self._close()
+            began_s = time.perf_counter()
             self._cluster = self._start()
             try:
                 self._own = Client(  # type: ignore[no-untyped-call]
@@ -92,6 +97,7 @@ class LazyClient(str):
             except Exception as error:
                 self._close()
                 raise GpurtError(f"the cluster for this script does not answer: {error}") from error
+            self.start_s += time.perf_counter() - began_s
             return self._own
 
     @property

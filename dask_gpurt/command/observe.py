@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 from dask_gpurt import config, metrics
+from dask_gpurt.tracing.live_facts import SPENT
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -34,6 +35,8 @@ PRELOAD = "dask_gpurt.command.observe"
 #: asks for longer ones, up to a limit.
 INTERVAL_S = 0.5
 MAX_INTERVAL_S = 30.0
+#: Most shuffles of a cluster that are kept; the newest win.
+MAX_SHUFFLES = 1_000
 #: Longest wait for one reading. It exceeds the scheduler's wait for stuck workers, so that one
 #: stuck worker does not hide the counts of the others. A late reading is dropped.
 READ_TIMEOUT_S = 8.0
@@ -55,6 +58,10 @@ class ClusterRecord:
     not_ready: dict[str, str] = field(default_factory=dict)
     #: By activation too, summed over all workers, including workers that left.
     totals_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    spent_of: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    #: Summaries of shuffles by id and run, the newest at the end, and loads of workers by address.
+    shuffles: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: Every worker that ever reported.
     workers: set[str] = field(default_factory=set)
     tasks_done: int = 0
@@ -73,6 +80,21 @@ class ClusterRecord:
         counted = {name: status["totals"].get(name, 0) for name in metrics.MEANING}
         self.totals_of[activation] |= Counter(counted)
         self.workers |= set(status["ready"])
+        if "spent" in status:
+            self._absorb_figures(status, activation)
+
+    def _absorb_figures(self, status: dict[str, Any], activation: str) -> None:
+        self.spent_of[activation] |= Counter(status["spent"])
+        for one in status["shuffles"]:
+            key = one["id"], one["run"]
+            if self.shuffles.get(key, one)["nbytes"] <= one["nbytes"]:
+                self.shuffles[key] = one
+        while len(self.shuffles) > MAX_SHUFFLES:
+            del self.shuffles[next(iter(self.shuffles))]
+        for worker, report in status["workers"].items():
+            if report:
+                load = {name: n for name, n in report["load"].items() if name != "untold"}
+                self.loads[worker] = load
 
     @property
     def runs(self) -> Counter[str]:
@@ -86,6 +108,10 @@ class ClusterRecord:
     def totals(self) -> Counter[str]:
         return sum(self.totals_of.values(), Counter())
 
+    @property
+    def spent(self) -> Counter[str]:
+        return sum(self.spent_of.values(), Counter())
+
 
 @dataclass(frozen=True)
 class CounterSnapshot:
@@ -98,6 +124,10 @@ class CounterSnapshot:
     not_ready: dict[str, str]
     tasks_done: int
     tasks_total: int
+    #: What workers spent (`SPENT`), their loads, and summaries of shuffles.
+    spent: dict[str, float] = field(default_factory=dict)
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shuffles: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Recorder:
@@ -109,14 +139,18 @@ class Recorder:
         Called once, when the first client connects.
     with_tasks
         Whether to count tasks too, for progress.
+    with_stock
+        Whether to ask what clusters spent on which the runtime is off.
     """
 
     #: Longest wait for the last reading of a client, from another thread than its loop's.
     last_timeout_s = 2 * READ_TIMEOUT_S
 
-    def __init__(self, on_first: Callable[[], None], with_tasks: bool) -> None:
+    def __init__(
+        self, on_first: Callable[[], None], with_tasks: bool, with_stock: bool = False
+    ) -> None:
         self._on_first = on_first
-        self._with_tasks = with_tasks
+        self._with_tasks, self._with_stock = with_tasks, with_stock
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self._polls: weakref.WeakKeyDictionary[Client, asyncio.Task[None]] = (
@@ -174,10 +208,14 @@ class Recorder:
             # Imported here, because it loads all of distributed.
             from dask_gpurt.plugins.activation import read_status, scheduler_differs
             from dask_gpurt.plugins.dashboard.gathering import count_tasks
+            from dask_gpurt.plugins.time_spent import stock_figures
 
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
                 status = await read_status(client, ask_workers=ask_workers)
+                if self._with_stock and ask_workers and not status["active"]:
+                    if await scheduler_differs(client) is None:
+                        status.update(await stock_figures(client))
                 tasks = None
                 if self._with_tasks and await scheduler_differs(client) is None:
                     tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
@@ -247,7 +285,15 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
     fallbacks: Counter[tuple[str, str]] = Counter()
     not_ready: dict[str, str] = {}
     counters = []
+    spent: Counter[str] = Counter()
+    loads: dict[str, dict[str, Any]] = {}
+    shuffles: list[dict[str, Any]] = []
     for record, before in pairs:
+        spent += record.spent - before.spent
+        shuffles += [one for key, one in record.shuffles.items() if key not in before.shuffles]
+        for worker, load in record.loads.items():
+            task_s = before.loads.get(worker, {"task_s": 0.0})["task_s"]
+            loads[worker] = {**load, "task_s": load["task_s"] - task_s}
         runs += record.runs - before.runs
         fallbacks += record.fallbacks - before.fallbacks
         not_ready |= record.not_ready
@@ -270,6 +316,9 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         not_ready=not_ready,
         tasks_done=sum(record.tasks_done for record, _ in pairs),
         tasks_total=sum(record.tasks_total for record, _ in pairs),
+        spent={name: float(spent[name]) for name in SPENT},
+        loads=loads,
+        shuffles=shuffles,
     )
 
 

@@ -51,6 +51,8 @@ class Options:
         trace.
     nsys_directory
         Folder for reports of Nsight Systems, to run workers under it.
+    stock
+        Leave the runtime off, whatever the settings say, and record what stock Dask does.
     """
 
     n_workers: int | None = None
@@ -61,6 +63,7 @@ class Options:
     trace_path: Path | None = None
     trace_keys: Literal["prefix", "full"] = "prefix"
     nsys_directory: Path | None = None
+    stock: bool = False
 
 
 class _Session:
@@ -101,12 +104,16 @@ class _Session:
         if os.getpid() != self._pid:
             # In a child that the script forked: the parent closes and reports.
             return
+        wall_s = time.perf_counter() - start_s
         self._recorder.finish()
         self._lazy.close(at_once=status == INTERRUPTED)
         self._progress.stop()
-        wall_s = time.perf_counter() - start_s
         report = run_report.as_dict(
-            self._recorder.snapshot(), wall_s, exit_code(status), self._notes
+            self._recorder.snapshot(),
+            wall_s,
+            exit_code(status),
+            self._notes,
+            self._lazy.start_s,
         )
         if self._report_path is not None:
             try:
@@ -124,7 +131,7 @@ class _Session:
 
 def _recorder(options: Options, on_first: Callable[[], None], with_tasks: bool) -> observe.Recorder:
     if options.trace_path is None:
-        return observe.Recorder(on_first, with_tasks)
+        return observe.Recorder(on_first, with_tasks, with_stock=options.stock)
     from dask_gpurt.command.traces.profile import TracingRecorder
 
     path = options.trace_path.absolute()  # the script may change the current directory
@@ -176,7 +183,10 @@ def run_script(
     report_path = options.report_path.absolute() if options.report_path else None
     if options.nsys_directory is not None:
         options = replace(options, nsys_directory=_made(options.nsys_directory))
-    _switch_on(options.strict)
+    if options.stock:
+        _switch_off()
+    else:
+        _switch_on(options.strict)
     session = _Session(options, report_path)
 
     # A reference, or the current main module would lose its globals when it is replaced.
@@ -227,6 +237,11 @@ def threads_still_work() -> bool:
         if frames[thread.ident].f_code.co_filename != concurrent.futures.thread.__file__:
             return True
     return False
+
+
+def _switch_off() -> None:
+    os.environ["DASK_GPURT__ENABLED"] = "false"
+    dask.config.set({"gpurt.enabled": False})
 
 
 def _switch_on(is_strict: bool) -> None:

@@ -13,13 +13,24 @@ from dask.utils import format_bytes
 
 import dask_gpurt
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.observe import CounterSnapshot
 
 
 def as_dict(
-    snapshot: CounterSnapshot, wall_s: float, exit_code: int, notes: list[str]
+    snapshot: CounterSnapshot,
+    wall_s: float,
+    exit_code: int,
+    notes: list[str],
+    cluster_start_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the report as `--report` writes it."""
+    """Return the report as `--report` writes it.
+
+    Parameters
+    ----------
+    cluster_start_s
+        The part of `wall_s` in which the cluster for the program started.
+    """
     return {
         "dask_gpurt": dask_gpurt.__version__,
         "exit_code": exit_code,
@@ -32,6 +43,11 @@ def as_dict(
         "fallbacks": snapshot.fallbacks,
         "not_ready": snapshot.not_ready,
         "clusters": snapshot.clusters,
+        "spent": snapshot.spent,
+        "shuffles": snapshot.shuffles,
+        "workers": snapshot.loads,
+        "cluster_start_s": round(cluster_start_s, 3),
+        "verdict": verdict.of_snapshot(snapshot, max(wall_s - cluster_start_s, 0.0)),
         "notes": notes,
     }
 
@@ -41,8 +57,8 @@ def write(report: dict[str, Any], path: Path) -> None:
     path.write_text(to_json(report) + "\n", encoding="utf-8")
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """Return the report as text for a terminal."""
+def as_text(report: dict[str, Any], width: int | None = None) -> str:
+    """Return the report as text for a terminal; its verdict wrapped at `width` if given."""
     seconds = f"dask gpurt: {report['wall_s']:.1f} s"
     lines = []
     if not report["clusters"]:
@@ -50,6 +66,8 @@ def as_text(report: dict[str, Any]) -> str:
     else:
         lines += [seconds, *(f"  {name:<21}  {value}" for name, value in rows(report))]
     lines += [f"  {line}" for line in problems(report)]
+    if report["clusters"]:
+        lines += verdict.as_lines(report["verdict"]["text"], width)
     return "\n".join(lines)
 
 

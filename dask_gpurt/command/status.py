@@ -12,6 +12,7 @@ from dask.utils import format_bytes
 from dask_gpurt import config
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
 from dask_gpurt.command.json_text import to_json
+from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
 from dask_gpurt.command.run_report import device_note, times
 from dask_gpurt.metrics import MEANING
@@ -43,6 +44,8 @@ def show(
     with connected(address) as client:
         found = ask(client)
     shown: Any = found.get("placement") if placement else found
+    if not placement:
+        shown = {**found, "verdict": verdict.of_status(found)}
     if as_json:
         print(to_json(shown))
     else:
@@ -126,6 +129,8 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         for one in found["fallbacks"]:
             text = f"{one['what']} ({times(one['count'])}): {one['why']}"
             lines += wrapped(text, width, "  ", "    ")
+    if judged := found.get("verdict"):
+        lines += ["", "verdict", *verdict.as_lines(judged["text"], width)]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from dask_gpurt.plugins import bootstrap, client_origin
 from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import p2p
+from dask_gpurt.plugins.time_spent import spent
 from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.topology import description
 
@@ -180,6 +181,7 @@ async def read_status(client: Client, *, ask_workers: bool) -> dict[str, Any]:
             "topology": None,
             "departed": {"workers": 0, "totals": metrics.total([])},
             "totals": metrics.total([]),
+            "spent": spent(),
             "shuffles": [],
             "workers": dict.fromkeys(await _scheduler(client).ncores()),
             "ready": [],

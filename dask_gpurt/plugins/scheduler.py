@@ -37,7 +37,7 @@ from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker import NAME
-from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, take
+from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
 from dask_gpurt.plugins.worker_report import most_entries
 
 if TYPE_CHECKING:
@@ -483,6 +483,7 @@ class GpurtScheduler(SchedulerPlugin):
             **(NO_COLLECTIVES if self.collectives is None else self.collectives.report()),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
+            "spent": spent_since(self.scheduler, workers.values()),
             "departed": self.tally.departed(),
             "shuffles": self.tally.shuffles(),
             "ready": sorted(self.ready),

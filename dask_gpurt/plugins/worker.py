@@ -20,7 +20,6 @@ from dask_gpurt.config import Settings, ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.ledger import overlap
-from dask_gpurt.frames.partition_sizes import partition_sizes
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
@@ -33,7 +32,7 @@ from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
-from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop, sync
+from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop
 from dask_gpurt.plugins.patches.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.worker_close import WholeClose
@@ -42,6 +41,8 @@ from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
 from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files, open_files
 from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
+from dask_gpurt.plugins.sketching import sketch
+from dask_gpurt.plugins.time_spent import worker_load
 from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
 from dask_gpurt.plugins.weak_handlers import weak_handler
@@ -63,8 +64,6 @@ NAME = "gpurt"
 KEEP_SHARE = 0.1
 #: How long pooled memory is kept after the last run, in case another run follows.
 IDLE_S = 60.0
-#: Smallest input partition, in rows, that justifies a sketch message to the scheduler.
-SKETCHED_ROWS = 10_000
 
 
 class RunLike(Protocol):
@@ -357,25 +356,6 @@ def runtime_of(worker: Worker) -> WorkerRuntime:
     return state
 
 
-def sketch(worker: Worker, shuffle_id: str, data: Any) -> None:
-    """Send the scheduler the sizes of output partitions, before it assigns them to workers.
-
-    Runs in a task thread, for the first input partition in memory on this worker. Without a sketch,
-    partitions are assigned as stock Dask does.
-    """
-    try:
-        if len(data) < SKETCHED_ROWS:
-            return
-        column = sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id)
-        if column is None:
-            return
-        rows = partition_sizes(data[column])
-        if rows is not None:
-            sync(worker.loop, worker.scheduler.gpurt_sketch, shuffle_id=shuffle_id, rows=rows)
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        logger.debug("no sketch of shuffle %s: %r", shuffle_id, error)
-
-
 class Attachment:
     """The runtime's hooks on one worker, while the plugin is registered."""
 
@@ -432,7 +412,8 @@ class Attachment:
         """Handler: return the state of the runtime here, with so many entries of each kind."""
         report = self.state.report(request_checks.count("most", most))
         memory = await self._memory.report() if self._memory is not None else None
-        return {**report, "memory": memory, "unmanaged": self._unmanaged_reason}
+        load = worker_load(self._worker)
+        return {**report, **load, "memory": memory, "unmanaged": self._unmanaged_reason}
 
     async def gpurt_explain(self, key: Any) -> dict[str, Any] | None:
         """Handler: return how the output of a task is stored here."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.plugins.time_spent import cluster_spent, spent
 from dask_gpurt.shuffle.tally import Tally
 
 if TYPE_CHECKING:
@@ -33,14 +35,17 @@ class CounterReceiver:
     data for a missing extension, or for one that raises.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, spent_before: dict[str, float]) -> None:
         self.tally = tally
+        #: What workers had spent before this activation (`time_spent`).
+        self.spent_before = spent_before
 
     @staticmethod
     def at(scheduler: Scheduler) -> Tally:
         """Register a new tally on a scheduler, replacing that of an earlier activation."""
         tally = Tally()
-        scheduler.extensions[EXTENSION] = CounterReceiver(tally)
+        so_far = spent(scheduler.cumulative_worker_metrics)
+        scheduler.extensions[EXTENSION] = CounterReceiver(tally, so_far)
         return tally
 
     def heartbeat(self, ws: Any, said: Any) -> None:
@@ -54,6 +59,13 @@ def take(tally: Tally, worker: str, said: Any) -> None:
         tally.take(worker, said)
     except ValueError as error:
         logger.debug("worker %s: %s", worker, error)
+
+
+def spent_since(scheduler: Scheduler, reports: Iterable[Any]) -> dict[str, float]:
+    """Return what all workers spent since the activation (`SPENT`)."""
+    before = scheduler.extensions[EXTENSION].spent_before
+    now = cluster_spent(scheduler, reports)
+    return {name: value - before[name] for name, value in now.items()}
 
 
 def counted_reports(scheduler: Scheduler, tally: Tally, reports: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dask_gpurt.shuffle.balance import TOLERATED
@@ -27,20 +27,53 @@ PHASES: dict[str, str] = {
 }
 #: Number of the fullest partitions that a report names.
 N_FULLEST = 3
-_COUNTS = ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages")
-#: Counts that a summary adds up over workers.
-_TOTALS = (*_COUNTS, "n_owned")
+#: Counts of one worker that grow during the run.
+COUNTS = (
+    "rows_in",
+    "partitions_in",
+    "local_nbytes",
+    "sent_nbytes",
+    "raw_nbytes",
+    "wire_nbytes",
+    "messages",
+)
+#: Further counts and seconds in a snapshot. `cpu_s` is of the whole process; `room_s` are seconds
+#: that tasks and messages waited for shards to be written to disk; `remote_s` are those in which a
+#: message to another host was on its way.
+MORE_COUNTS = ("rows_owned", "n_owned", "n_threads")
+_MORE_SECONDS = ("lasted_s", "cpu_s", "room_s", "remote_s")
+MORE_NUMBERS = (*_MORE_SECONDS, "bandwidth")
+#: Counts and seconds that a summary adds up over workers.
+_TOTALS = (*COUNTS, "n_owned", "n_threads")
+_TOTAL_SECONDS = ("cpu_s", "room_s")
 
 
 class RunFigures:
-    """Statistics of one run on one worker. Thread-safe."""
+    """Statistics of one run on one worker. Thread-safe.
 
-    def __init__(self, shuffle_id: str, run_id: int, kind: str, began_s: float) -> None:
-        self._about = {"id": shuffle_id, "run": run_id, "kind": kind, "began_s": began_s}
+    Parameters
+    ----------
+    n_threads
+        Threads of the worker.
+    """
+
+    def __init__(
+        self, shuffle_id: str, run_id: int, kind: str, began_s: float, n_threads: int = 0
+    ) -> None:
+        self._about = {
+            "id": shuffle_id,
+            "run": run_id,
+            "kind": kind,
+            "began_s": began_s,
+            "n_threads": n_threads,
+        }
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._more = dict.fromkeys(_MORE_SECONDS, 0.0)
         self._links: dict[str, list[float]] = {}
+        #: End of the latest message to another host, in seconds since the run began.
+        self._remote_until_s = 0.0
 
     def add(self, **amounts: int) -> None:
         with self._lock:
@@ -52,12 +85,33 @@ class RunFigures:
         with self._lock:
             self._seconds[phase] += seconds
 
+    def waited_for_room(self, seconds: float) -> None:
+        """Add seconds that a task or a message waited for shards to be written to disk."""
+        with self._lock:
+            self._more["room_s"] += seconds
+
+    def still_runs(self, lasted_s: float, cpu_s: float) -> None:
+        """Record that the run did something, so many seconds after it began here.
+
+        `cpu_s` are the seconds that this process has computed since then.
+        """
+        with self._lock:
+            self._more["lasted_s"] = max(self._more["lasted_s"], lasted_s)
+            self._more["cpu_s"] = max(self._more["cpu_s"], cpu_s)
+
     def sent(
-        self, peer: str, nbytes: int, raw_nbytes: int, wire_nbytes: int, seconds: float
+        self,
+        peer: str,
+        nbytes: int,
+        raw_nbytes: int,
+        wire_nbytes: int,
+        seconds: float,
+        until_s: float = 0.0,
     ) -> None:
         """Record a message that the peer acknowledged, with `nbytes` of shards.
 
-        `raw_nbytes` of these had to leave this host; `wire_nbytes` were sent for them.
+        `raw_nbytes` of these had to leave this host; `wire_nbytes` were sent for them. The answer
+        came `until_s` after the run began.
         """
         with self._lock:
             self._counts["sent_nbytes"] += nbytes
@@ -68,8 +122,17 @@ class RunFigures:
             link = self._links.setdefault(peer, [0, 0.0])
             link[0] += nbytes
             link[1] += seconds
+            if wire_nbytes:
+                # Messages overlap. Each second with one on its way counts once.
+                began_s = max(until_s - seconds, self._remote_until_s)
+                self._more["remote_s"] += max(0.0, until_s - began_s)
+                self._remote_until_s = max(self._remote_until_s, until_s)
 
-    def snapshot(self, rows_of_partition: Mapping[Any, int]) -> dict[str, Any]:
+    def snapshot(
+        self,
+        rows_of_partition: Mapping[Any, int],
+        bandwidth: Callable[[str], float] = lambda peer: 0.0,
+    ) -> dict[str, Any]:
         """Return the statistics as plain values, with the busiest link alone.
 
         A summary over workers needs no other link. All links of 1,000 workers would be megabytes.
@@ -78,6 +141,8 @@ class RunFigures:
         ----------
         rows_of_partition
             Rows of each output partition that this worker owns.
+        bandwidth
+            Returns the bytes a second that the link to a peer can carry; 0 if that is unknown.
         """
         fullest = sorted(rows_of_partition.items(), key=lambda item: -item[1])[:N_FULLEST]
         with self._lock:
@@ -85,8 +150,10 @@ class RunFigures:
             return {
                 **self._about,
                 **self._counts,
+                **self._more,
                 "seconds": dict(self._seconds),
                 "links": {peer: tuple(self._links[peer]) for peer in busiest},
+                "bandwidth": max(map(bandwidth, busiest), default=0.0),
                 "rows_owned": sum(rows_of_partition.values()),
                 "n_owned": len(rows_of_partition),
                 "fullest": [(str(partition), rows) for partition, rows in fullest],
@@ -107,6 +174,13 @@ class RunSum:
         self._began_s: float = first["began_s"]
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._more = dict.fromkeys(_TOTAL_SECONDS, 0.0)
+        self._lasted_s, self._n_workers = 0.0, 0
+        #: Most seconds of `unpack` that a thread of one worker had, on average.
+        self._most_unpack_s = 0.0
+        #: The worker that sent to other hosts for longest, its bytes on the wire, the seconds, and
+        #: the bandwidth of its busiest link.
+        self._longest_sender: tuple[str, int, float, float] | None = None
         self._busiest_link: tuple[str, str, int, float] | None = None
         #: Workers that own partitions: the rows of all, their number, and the rows of the fullest.
         self._rows, self._n_owners, self._most_rows = 0, 0, 0
@@ -120,6 +194,16 @@ class RunSum:
             self._totals[name] += snapshot[name]
         for phase in PHASES:
             self._seconds[phase] += snapshot["seconds"][phase]
+        for name in _TOTAL_SECONDS:
+            self._more[name] += snapshot[name]
+        self._lasted_s = max(self._lasted_s, snapshot["lasted_s"])
+        self._n_workers += 1
+        unpack_s = snapshot["seconds"]["unpack"] / max(snapshot["n_threads"], 1)
+        self._most_unpack_s = max(self._most_unpack_s, unpack_s)
+        remote_s = snapshot["remote_s"]
+        if remote_s > (self._longest_sender or ("", 0, 0.0))[2]:
+            rate = snapshot["bandwidth"]
+            self._longest_sender = (worker, snapshot["wire_nbytes"], remote_s, rate)
         for peer, (nbytes, seconds) in snapshot["links"].items():
             if self._busiest_link is None or nbytes > self._busiest_link[2]:
                 self._busiest_link = (worker, peer, int(nbytes), seconds)
@@ -148,7 +232,11 @@ class RunSum:
             shards, seconds); `skew` (rows of the most loaded worker over the mean); `fullest`
             partitions with their rows; `hot` ones of these, which alone load a worker beyond what
             the assignment of owners tolerates; and `mean_rows` of a partition. Chunks of arrays are
-            never hot.
+            never hot. For a verdict: `lasted_s`; the number of `workers` and their `threads`;
+            `cpu_s`; `partitions_in` and `partitions_out`; `room_s` (waits for shards to be
+            written); `longest_sender` (worker, bytes on the wire, seconds in which it was sending
+            to another host, and the bytes a second that its busiest link can carry, 0 if unknown);
+            and `most_unpack_s` (seconds of `unpack` for each thread of the worker with most).
         """
         if more:
             whole = copy.deepcopy(self)
@@ -167,6 +255,14 @@ class RunSum:
             "raw_nbytes": total["raw_nbytes"],
             "wire_nbytes": total["wire_nbytes"],
             "messages": total["messages"],
+            "partitions_in": total["partitions_in"],
+            "partitions_out": total["n_owned"],
+            "workers": self._n_workers,
+            "threads": total["n_threads"],
+            "lasted_s": self._lasted_s,
+            **self._more,
+            "most_unpack_s": self._most_unpack_s,
+            "longest_sender": self._longest_sender,
             "seconds": dict(self._seconds),
             "busiest_link": self._busiest_link,
             "skew": self._most_rows * self._n_owners / self._rows if self._rows else 1.0,

@@ -15,7 +15,14 @@ from itertools import islice
 from typing import Any
 
 from dask_gpurt import metrics
-from dask_gpurt.shuffle.figures import N_FULLEST, PHASES, RunSum
+from dask_gpurt.shuffle.figures import (
+    COUNTS,
+    MORE_COUNTS,
+    MORE_NUMBERS,
+    N_FULLEST,
+    PHASES,
+    RunSum,
+)
 
 #: Number of runs kept; the newest win.
 MAX_RUNS = 32
@@ -25,8 +32,6 @@ MAX_SNAPSHOTS = 32_768
 MAX_DEPARTED = 256
 #: Maximum length of a name or an address.
 MAX_TEXT = 256
-
-_RUN_COUNTS = ("rows_in", "local_nbytes", "sent_nbytes", "raw_nbytes", "wire_nbytes", "messages")
 
 
 class _KeptRun:
@@ -190,7 +195,8 @@ def _checked_run(said: Any) -> dict[str, Any]:
             "run": _checked_number(said["run"], int),
             "kind": _checked_text(said["kind"]),
             "began_s": _checked_number(said["began_s"], float),
-            **_checked_counts(said, (*_RUN_COUNTS, "rows_owned", "n_owned")),
+            **_checked_counts(said, (*COUNTS, *MORE_COUNTS)),
+            **{name: _checked_number(said.get(name, 0), float) for name in MORE_NUMBERS},
             "seconds": {p: _checked_number(said["seconds"].get(p, 0), float) for p in PHASES},
             "links": {
                 _checked_text(peer): (_checked_number(nbytes, int), _checked_number(s, float))

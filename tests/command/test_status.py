@@ -58,7 +58,8 @@ def printed(client: Client, capsys: pytest.CaptureFixture[str]) -> str:
 
 def table(text: str) -> list[dict[str, str]]:
     """Return the cells of the table of shuffles, by their headings."""
-    lines = text.partition("last shuffles with dask_gpurt")[2].splitlines()[1:]
+    below = text.partition("last shuffles with dask_gpurt")[2].partition("\n\n")[0]
+    lines = below.splitlines()[1:]
     head, *rows = (re.split(" {2,}", line.strip()) for line in lines if HOT not in line)
     return [dict(zip(head, row, strict=True)) for row in rows]
 

@@ -62,7 +62,7 @@ def test_zipf_keys_load_workers_evenly_over_ucx(over_ucx: Sides):
 
 def test_data_is_skewed_without_a_sketch(four_workers: Sides, monkeypatch):
     """The data really is skewed: without the sketch, workers get unequal shares."""
-    monkeypatch.setattr("dask_gpurt.plugins.worker.SKETCHED_ROWS", ROWS + 1)
+    monkeypatch.setattr("dask_gpurt.plugins.sketching.SKETCHED_ROWS", ROWS + 1)
     # The data differs from that above, because the sketch of a shuffle is kept for restarts.
     on_our_plane(four_workers, skewed(100).shuffle("key", npartitions=N_PARTITIONS), 1)
     assert last_shuffle(four_workers)["skew"] > 2

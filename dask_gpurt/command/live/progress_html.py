@@ -40,7 +40,8 @@ def running(seen: Mapping[str, Any], words: str) -> str:
 def final(report: dict[str, Any]) -> str:
     """Return the sum of what moved, and why the runtime did not do everything."""
     rows = [(name, tables.Number(value)) for name, value in run_report.rows(report)]
-    problems = "".join(map(tables.quiet, run_report.problems(report)))
+    said = [*run_report.problems(report), *report["verdict"]["text"]]
+    problems = "".join(map(tables.quiet, said))
     return tables.titled(
         f"dask_gpurt: {report['wall_s']:.1f} s", tables.table(("", ""), rows) + problems
     )

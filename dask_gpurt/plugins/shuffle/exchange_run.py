@@ -46,7 +46,13 @@ from dask_gpurt.plugins.patches.p2p import (
 )
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
-from dask_gpurt.plugins.shuffle.fine_metrics import FineMetrics, amount, disk_io, left_host
+from dask_gpurt.plugins.shuffle.fine_metrics import (
+    FineMetrics,
+    RunClock,
+    amount,
+    disk_io,
+    left_host,
+)
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
@@ -141,7 +147,9 @@ class ExchangeRun:
             concurrency=self._messenger.n_messages,
         )
         self._received_nbytes = 0
-        self.figures = RunFigures(self.id, run_id, kind, self.start_time)
+        n_threads = worker.state.nthreads
+        self.figures = RunFigures(self.id, run_id, kind, self.start_time, n_threads)
+        self._clock = RunClock(self.figures)
         self._tenant = Tenant()
         state.begin_run(self)
         state.links.transport = settings.transport
@@ -196,7 +204,7 @@ class ExchangeRun:
         self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
-        self.figures.add(rows_in=n_rows, local_nbytes=local_nbytes)
+        self.figures.add(rows_in=n_rows, partitions_in=1, local_nbytes=local_nbytes)
         # All shards are cut before any is sent. So a task that fails here and runs again never
         # leaves a half delivered attempt.
         self._store.add(local)
@@ -276,9 +284,10 @@ class ExchangeRun:
                     message = await self._messenger.send_around(address, shards)
             amount("process", nbytes)
             left_host(message.raw_nbytes, message.wire_nbytes)
-        seconds = time.perf_counter() - began
+        seconds, until_s = self._clock.since(began)
         self._sends.add(nbytes, seconds)
-        self.figures.sent(address, nbytes, message.raw_nbytes, message.wire_nbytes, seconds)
+        on_its_way = message.raw_nbytes, message.wire_nbytes
+        self.figures.sent(address, nbytes, *on_its_way, seconds, until_s)
 
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: store the shards that a peer sent. Answer once there is room for more."""
@@ -311,9 +320,10 @@ class ExchangeRun:
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer and its producers wait for this answer: this is the back-pressure.
-            await asyncio.wrap_future(
-                self._spilling.submit(self.make_room, priority=Priority.HIGH, path="spill")
-            )
+            with self._clock.waiting_for_room():
+                await asyncio.wrap_future(
+                    self._spilling.submit(self._spill, priority=Priority.HIGH, path="spill")
+                )
         return {"status": "OK", "credit": self._messenger.credit_nbytes()}
 
     # ------------------------------------------------------------------ barrier
@@ -391,6 +401,11 @@ class ExchangeRun:
     def make_room(self) -> None:
         """Spill shards if they exceed their budget. Runs in a thread."""
         if self._store.is_over_limit:
+            with self._clock.waiting_for_room():
+                self._spill()
+
+    def _spill(self) -> None:
+        if self._store.is_over_limit:
             with self._metrics.background("background-disk", on_loop=False):
                 with context_meter.meter("process"), context_meter.meter("disk-write"):
                     with self._disk_writes.timed(), self._disk.timed("spill", "shards > disk"):
@@ -457,7 +472,9 @@ class ExchangeRun:
             return self._last_report
         partitions = self._plan.partitions
         rows = self._store.rows_of_slots()
-        return self.figures.snapshot({partitions[slot]: n for slot, n in rows.items()})
+        return self.figures.snapshot(
+            {partitions[slot]: n for slot, n in rows.items()}, self._state.links.bandwidth
+        )
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -465,7 +482,7 @@ class ExchangeRun:
         try:
             yield
         finally:
-            self.figures.spent(phase, time.perf_counter() - began)
+            self.figures.spent(phase, self._clock.since(began)[0])
             if phase != RECEIVE:  # the ledger has its messages
                 enter_phase(self._state.ledger, phase, began, self.run_id)
 

@@ -10,10 +10,12 @@ counters, and `shuffle.figures` the statistics of one run.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 
 from dask_gpurt.memory.decisions.residency import Value
 from dask_gpurt.plugins.patches.p2p import context_meter
+from dask_gpurt.shuffle.figures import RunFigures
 
 
 class FineMetrics:
@@ -67,6 +69,36 @@ class FineMetrics:
             self._digest(("p2p", self._span_id, where, first, *rest, unit), value)
 
         return tell
+
+
+class RunClock:
+    """Reads the clocks of this process for the figures of a run, which read none."""
+
+    def __init__(self, figures: RunFigures) -> None:
+        self._figures = figures
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+
+    def since(self, began: float) -> tuple[float, float]:
+        """Note that the run did something now.
+
+        Returns
+        -------
+        tuple
+            Seconds since `began`, a time of `time.perf_counter`, and since the run began.
+        """
+        now = time.perf_counter()
+        lasted_s = now - self._began_s
+        self._figures.still_runs(lasted_s, time.process_time() - self._began_cpu_s)
+        return now - began, lasted_s
+
+    @contextlib.contextmanager
+    def waiting_for_room(self) -> Iterator[None]:
+        """Count the seconds of a block in which a task or a message waits for the disk."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._figures.waited_for_room(time.perf_counter() - began)
 
 
 def amount(label: str, nbytes: int, count: int = 1) -> None:

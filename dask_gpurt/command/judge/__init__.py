@@ -1,0 +1,1 @@
+"""What limits a program, whether the runtime helps it, and what takes its workers' memory."""

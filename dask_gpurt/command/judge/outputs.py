@@ -1,0 +1,81 @@
+"""Comparison of what a program printed on stock Dask, and with the runtime. Pure.
+
+Programs print times, addresses and names of their own making, and sums whose last digits depend on
+the order of additions. A comparison says what kind of difference there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+#: Most lines of a diff, and most characters of one of them.
+MAX_LINES = 20
+MAX_WIDTH = 160
+#: Relative difference of numbers that counts as rounding.
+ROUNDING = 1e-9
+
+EQUAL = "equal"
+ALIKE = "equal but for times, addresses and the like"
+ROUNDED = "equal but for the last digits of numbers"
+REORDERED = "the same lines in another order"
+DIFFERENT = "different"
+
+_NUMBER = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_CHANGING = re.compile(
+    "|".join(
+        [
+            r"[a-z]+://[^\s'\",)>\]]+",
+            r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?)?",
+            r"\d+:\d\d:\d\d(?:[.,]\d+)?",
+            r"0x[0-9a-fA-F]+",
+            r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
+            r"\b(?=[a-z]*\d)[0-9a-f]{12,}\b",
+            _NUMBER + r"\s?(?:ns|us|µs|ms|s|sec|secs|seconds?|min|mins|minutes?|[KMG]i?B/s)\b",
+        ]
+    )
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two outputs differ: one of the kinds above, and a diff if they are different."""
+
+    kind: str
+    diff: tuple[str, ...] = ()
+
+
+def difference(stock: str, enabled: str) -> Difference:
+    """Return how the output with the runtime differs from that of stock Dask."""
+    if stock == enabled:
+        return Difference(EQUAL)
+    one, other = (_CHANGING.sub("~", text) for text in (stock, enabled))
+    if one == other:
+        return Difference(ALIKE)
+    if _is_rounded(one, other):
+        return Difference(ROUNDED)
+    if sorted(one.splitlines()) == sorted(other.splitlines()):
+        return Difference(REORDERED)
+    return Difference(DIFFERENT, _diff(stock, enabled))
+
+
+def _is_rounded(one: str, other: str) -> bool:
+    """Return whether two texts are equal but for the last digits of numbers with a fraction."""
+    if re.sub(_NUMBER, "#", one).split() != re.sub(_NUMBER, "#", other).split():
+        return False
+    pairs = zip(re.findall(_NUMBER, one), re.findall(_NUMBER, other), strict=True)
+    return all(
+        a == b or ("." in a + b and math.isclose(float(a), float(b), rel_tol=ROUNDING))
+        for a, b in pairs
+    )
+
+
+def _diff(stock: str, enabled: str) -> tuple[str, ...]:
+    one, other = stock.splitlines(), enabled.splitlines()
+    found = [*difflib.unified_diff(one, other, "stock Dask", "dask_gpurt", n=1, lineterm="")]
+    shown = [line if len(line) <= MAX_WIDTH else line[:MAX_WIDTH] + "..." for line in found]
+    if len(shown) > MAX_LINES:
+        shown = [*shown[:MAX_LINES], f"... and {len(shown) - MAX_LINES} more lines"]
+    return tuple(shown)

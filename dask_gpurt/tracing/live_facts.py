@@ -1,0 +1,75 @@
+"""Figures of a program or a cluster from which `tracing.live_rules` finds what limits it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Sums over all workers, and their meanings.
+SPENT: dict[str, str] = {
+    "task_s": "seconds of all tasks",
+    "cpu_s": "seconds of tasks on a processor",
+    "noncpu_s": "seconds of tasks without a processor: locks, the interpreter's lock, files",
+    "held_back_s": "seconds that tasks waited for slow peers of a shuffle",
+    "disk_s": "seconds that tasks waited for inputs to be read from disk",
+    "room_s": "seconds that tasks waited for memory",
+    "fetch_s": "seconds of fetching inputs of tasks from other workers",
+    "moved_nbytes": "bytes of shuffles sent to other workers",
+    "written_nbytes": "bytes written to disk, of task outputs and of shuffles",
+}
+
+
+@dataclass(frozen=True)
+class LiveFacts:
+    """What the rules know about a program, or about a cluster.
+
+    Attributes
+    ----------
+    shuffles
+        `RunSum.summary` of each run on the runtime.
+    runs
+        Number of shuffles on the runtime (`gpurt`) and on stock Dask (`stock`).
+    fallbacks
+        What was left to stock Dask, and why.
+    spent
+        Seconds and bytes of all workers (`SPENT`).
+    busy_s
+        By address of a worker: seconds of its tasks over its threads.
+    n_threads, n_cores
+        Threads of all workers, and processors of their hosts; 0 if unknown.
+    wall_s
+        Length of the period; None if the period has no known start.
+    method
+        `dataframe.shuffle.method` of the program; empty if it is not set.
+    """
+
+    shuffles: Sequence[Mapping[str, Any]] = ()
+    runs: Mapping[str, int] = field(default_factory=Counter)
+    fallbacks: Sequence[Mapping[str, Any]] = ()
+    spent: Mapping[str, float] = field(default_factory=Counter)
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+    n_threads: int = 0
+    n_cores: int = 0
+    wall_s: float | None = None
+    method: str = ""
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that share the seconds of tasks; at least 1."""
+        return max(self.n_threads, *(int(one["threads"]) for one in self.shuffles), 1)
+
+    @property
+    def period_s(self) -> float:
+        """The length of the period, or the least that it can be."""
+        if self.wall_s is not None:
+            return self.wall_s
+        lasted_s = sum(one["lasted_s"] for one in self.shuffles)
+        return float(max(lasted_s, self.spent["task_s"] / self.threads))
+
+    @property
+    def working_s(self) -> float:
+        """Seconds of tasks that did not wait."""
+        waits = ("held_back_s", "disk_s", "room_s")
+        return self.spent["task_s"] - sum(self.spent[name] for name in waits)

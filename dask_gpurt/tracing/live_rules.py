@@ -1,0 +1,372 @@
+"""Rules that find what limits a program, from figures that the runtime keeps anyway.
+
+The figures are those of `status` and `run`: summaries of shuffles, and sums over all workers. The
+guide "A slow shuffle" explains each rule under its identifier. Rules over a trace know more, and
+use the same identifiers. Pure functions over numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dask_gpurt.tracing.bottleneck import Bottleneck
+from dask_gpurt.tracing.live_facts import LiveFacts
+
+#: Savings below this, in seconds or as a share of the period, are no bottleneck.
+LEAST_S = 0.5
+LEAST_SHARE = 0.05
+#: Most bottlenecks in a verdict.
+MOST_SHOWN = 3
+#: Share of a shuffle in which a worker was sending, from which on the network may limit it.
+SENDING_SHARE = 0.5
+#: Share of a link's bandwidth from which on it is full.
+FULL_SHARE = 0.4
+#: Share of the threads from which on they are busy.
+BUSY_SHARE = 0.7
+#: Rows of the fullest worker over the mean, from which on a shuffle is skewed.
+SKEWED = 1.3
+#: Partitions below this many bytes cost more by their number than by their size. The seconds are
+#: the most that a task and its messages cost the scheduler and the workers.
+SMALL_NBYTES = 1_000_000
+MOST_PARTITION_S = 0.01
+#: Fewer partitions than this for each thread are not too many, however small.
+FEW_PARTITIONS = 8
+#: Processors that a worker uses at a time, on average, if its threads wait for one lock.
+ONE_AT_A_TIME = (0.7, 1.3)
+
+
+def bottlenecks(facts: LiveFacts) -> list[Bottleneck]:
+    """Return what limits the program: the most seconds to save first, unknown savings last."""
+    # Shuffles that overlap have more seconds than the period.
+    most_s = facts.period_s
+    least_s = max(LEAST_S, LEAST_SHARE * most_s)
+    kept = []
+    for rule in RULES.values():
+        if (one := rule(facts)) is not None:
+            saves_s = None if one.saves_s is None else min(one.saves_s, most_s)
+            if saves_s is None or saves_s >= least_s:
+                kept.append(replace(one, saves_s=saves_s))
+    if {one.rule for one in kept} & {"slow-link", "skew", "spill"}:
+        # These are why peers are slow.
+        kept = [one for one in kept if one.rule != "back-pressure"]
+    return sorted(kept, key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)
+
+
+def nothing_stands_out(facts: LiveFacts) -> str:
+    """Return why no rule applies, in numbers."""
+    if not facts.spent["task_s"] and not facts.shuffles:
+        return "nothing stands out: no task has run"
+    parts = []
+    if facts.period_s > 0:
+        share = min(1.0, facts.working_s / facts.threads / facts.period_s)
+        n = facts.threads
+        parts.append(f"{n} {_plural('thread', n)} worked {share:.0%} of {facts.period_s:.1f} s")
+    waited_s = facts.spent["task_s"] - facts.working_s
+    parts.append(f"tasks waited {waited_s:.1f} s for peers, memory and disk")
+    sending = [one["longest_sender"][2] for one in facts.shuffles if one["longest_sender"]]
+    parts.append(
+        f"workers were sending to other hosts for at most {sum(sending):.1f} s"
+        if sending
+        else "no shuffled bytes left their host"
+    )
+    if facts.shuffles:
+        parts.append(f"skew is at most {max(one['skew'] for one in facts.shuffles):.2f}")
+    return "nothing stands out: " + ", ".join(parts)
+
+
+def _name(one: Mapping[str, Any]) -> str:
+    return f"shuffle {one['id'][:8]}[{one['run']}]"
+
+
+def _plural(word: str, n: int) -> str:
+    return word if n == 1 else word + "s"
+
+
+def _size(nbytes: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _worst(
+    facts: LiveFacts, saves_s: Callable[[Mapping[str, Any]], float]
+) -> tuple[Mapping[str, Any], float] | None:
+    """Return the run that could save most, and the savings over all runs; None if none could."""
+    found = [(s, one) for one in facts.shuffles if (s := saves_s(one)) > 0]
+    if not found:
+        return None
+    return max(found, key=lambda pair: pair[0])[1], sum(s for s, _ in found)
+
+
+def _workers(one: Mapping[str, Any]) -> int:
+    return max(int(one["workers"]), 1)
+
+
+def _computing_s(one: Mapping[str, Any]) -> float:
+    """Return the seconds that each thread cut and joined partitions, on average."""
+    seconds = one["seconds"]
+    return float((seconds["partition"] + seconds["unpack"]) / max(one["threads"], 1))
+
+
+def _slow_link(facts: LiveFacts) -> Bottleneck | None:
+    def saves_s(one: Mapping[str, Any]) -> float:
+        if one["longest_sender"] is None:
+            return 0.0
+        _, nbytes, sending_s, bandwidth = one["longest_sender"]
+        lasted_s, on_processors_s = one["lasted_s"], one["cpu_s"] / max(one["threads"], 1)
+        # Messages of a fast link take long, too, if processors have no time for them. There the
+        # kernel does not know the bandwidth, because it never had enough to send.
+        is_full = bandwidth > 0 and nbytes > FULL_SHARE * bandwidth * sending_s
+        if sending_s < SENDING_SHARE * lasted_s or not is_full:
+            return 0.0
+        rest_s = max(_computing_s(one), on_processors_s, one["room_s"] / _workers(one))
+        return float(min(sending_s, lasted_s - rest_s))
+
+    if (found := _worst(facts, saves_s)) is None:
+        return None
+    one, saved_s = found
+    sender, nbytes, seconds, bandwidth = one["longest_sender"]
+    is_compressed = one["raw_nbytes"] > 1.1 * one["wire_nbytes"]
+    advice = "Use a faster network or transport, or send fewer bytes: drop columns before it"
+    return Bottleneck(
+        "slow-link",
+        f"{sender} sent {_size(nbytes)} to other hosts at {_size(nbytes / seconds)}/s, in "
+        f"{seconds:.1f} s of the {one['lasted_s']:.1f} s of {_name(one)}"
+        f"; its link carries {_size(bandwidth)}/s",
+        advice + ("." if is_compressed else ", or compress them."),
+        "" if is_compressed else "gpurt.shuffle.compression: lz4",
+        saved_s,
+    )
+
+
+def _small_messages(facts: LiveFacts) -> Bottleneck | None:
+    def saves_s(one: Mapping[str, Any]) -> float:
+        enough = FEW_PARTITIONS * max(one["threads"], 1)
+        numbers = one["partitions_in"], one["partitions_out"]
+        n_many = sum(
+            n - max(enough, one["nbytes"] / SMALL_NBYTES)
+            for n in numbers
+            if n > enough and one["nbytes"] < SMALL_NBYTES * n
+        )
+        # What the run took beyond its work is the cost of tasks and messages.
+        beyond_s = one["lasted_s"] - _computing_s(one)
+        return float(min(beyond_s * n_many / max(sum(numbers), 1), MOST_PARTITION_S * n_many))
+
+    if (found := _worst(facts, saves_s)) is None:
+        return None
+    one, saved_s = found
+    n_in, n_out = one["partitions_in"], one["partitions_out"]
+    message = one["sent_nbytes"] / max(one["messages"], 1)
+    return Bottleneck(
+        "small-messages",
+        f"{_name(one)} moved {_size(one['nbytes'])} in {n_in:,} input and {n_out:,} output "
+        f"partitions, and {one['messages']:,} messages of {_size(message)} on average",
+        "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
+        "`blocksize`, and pass a smaller `npartitions` to it.",
+        "",
+        saved_s,
+    )
+
+
+def _skew(facts: LiveFacts) -> Bottleneck | None:
+    busy_s = facts.busy_s.values()
+    uneven_s = max(busy_s) - sum(busy_s) / len(busy_s) if busy_s else 0.0
+
+    def saves_s(one: Mapping[str, Any]) -> float:
+        if one["skew"] < SKEWED:
+            return 0.0
+        mean_s = float(one["seconds"]["unpack"]) / max(one["threads"], 1)
+        return float(max(one["most_unpack_s"] - mean_s, uneven_s))
+
+    found = _worst(facts, saves_s)
+    if found is None:
+        return None
+    # The figures of workers include all shuffles, so they count once.
+    one = max(facts.shuffles, key=lambda one: float(one["skew"]))
+    worker = max(facts.busy_s, key=lambda address: facts.busy_s[address], default="")
+    evidence = f"the fullest worker of {_name(one)} had {one['skew']:.1f} times the mean of rows"
+    if one["hot"]:
+        hot = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["hot"])
+        evidence += f"; output partitions above the mean of {one['mean_rows']:,.0f} rows: {hot}"
+    if uneven_s >= LEAST_S:
+        mean_s = max(busy_s) - uneven_s
+        evidence += f"; {worker} worked {max(busy_s):.1f} s, the mean is {mean_s:.1f} s"
+    return Bottleneck(
+        "skew",
+        evidence,
+        "Treat hot keys apart, often nulls or a default: drop them, aggregate first, or broadcast "
+        "the small side of a join."
+        if one["hot"]
+        else "Use more output partitions, and input partitions of more than 10,000 rows.",
+        "",
+        saves_s(one),
+    )
+
+
+def _spill(facts: LiveFacts) -> Bottleneck | None:
+    shards_s = sum(one["room_s"] for one in facts.shuffles) / facts.threads
+    outputs_s = facts.spent["disk_s"] / facts.threads
+    written = facts.spent["written_nbytes"]
+    if not shards_s + outputs_s:
+        return None
+    is_shards = shards_s > outputs_s
+    return Bottleneck(
+        "spill",
+        f"{_size(written)} were written to disk; tasks and messages waited "
+        f"{(shards_s + outputs_s) * facts.threads:.1f} s for the disk, over "
+        f"{facts.threads} {_plural('thread', facts.threads)}",
+        "Let shards have more of the workers' memory if some is free, or add workers."
+        if is_shards
+        else "Make partitions smaller, release results, or give workers more memory.",
+        "gpurt.shuffle.memory: 0.5" if is_shards else "",
+        shards_s + outputs_s,
+    )
+
+
+def _memory_wait(facts: LiveFacts) -> Bottleneck | None:
+    waited_s = facts.spent["room_s"]
+    if not waited_s:
+        return None
+    return Bottleneck(
+        "memory-wait",
+        f"tasks waited {waited_s:.1f} s for memory, over {facts.threads} "
+        f"{_plural('thread', facts.threads)}",
+        "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
+        "",
+        waited_s / facts.threads,
+    )
+
+
+def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
+    def saves_s(one: Mapping[str, Any]) -> float:
+        return float(one["seconds"]["held_back"] / max(one["threads"], 1))
+
+    if (found := _worst(facts, saves_s)) is None:
+        return None
+    one, saved_s = found
+    return Bottleneck(
+        "back-pressure",
+        f"tasks of {_name(one)} waited {one['seconds']['held_back']:.1f} s for slow peers, over "
+        f"{one['threads']} {_plural('thread', one['threads'])}",
+        "Find out what slows the receivers: their processors, their disks, or other programs.",
+        "",
+        saved_s,
+    )
+
+
+def _processors(facts: LiveFacts) -> Bottleneck | None:
+    if facts.wall_s is None or not facts.n_threads or facts.wall_s <= 0:
+        return None
+    n, cores = facts.n_threads, facts.n_cores
+    working_s = facts.working_s / n
+    share = working_s / facts.wall_s
+    if share < BUSY_SHARE:
+        return None
+    evidence = f"{n} {_plural('thread', n)} worked {min(share, 1):.0%} of {facts.wall_s:.1f} s"
+    on_processor = facts.spent["cpu_s"] / working_s / max(len(facts.busy_s), 1)
+    each = n / max(len(facts.busy_s), 1)
+    low, high = ONE_AT_A_TIME
+    if each >= 2 and low <= on_processor <= high and cores > len(facts.busy_s):
+        return Bottleneck(
+            "processors",
+            f"{evidence}, but only {on_processor:.1f} at a time on each worker: they wait for "
+            "Python's interpreter lock",
+            "Start more workers with fewer threads each, and give object columns a dtype, such as "
+            "strings.",
+            "",
+            min(working_s * (1 - len(facts.busy_s) / min(n, cores)), facts.spent["noncpu_s"] / n),
+        )
+    if cores > n:
+        return Bottleneck(
+            "processors",
+            f"{evidence}, on hosts with {cores} processors",
+            f"Start more workers or threads: {cores} threads fit the hosts.",
+            "",
+            working_s * (1 - n / cores),
+        )
+    return None
+
+
+def _restarts(facts: LiveFacts) -> Bottleneck | None:
+    last: dict[str, int] = {}
+    for one in facts.shuffles:
+        last[one["id"]] = max(last.get(one["id"], 0), one["run"])
+    lost = [one for one in facts.shuffles if one["run"] < last[one["id"]]]
+    if not lost:
+        return None
+    seconds = sum(one["lasted_s"] for one in lost)
+    names = ", ".join(_name(one) for one in lost[:MOST_SHOWN])
+    return Bottleneck(
+        "restarts",
+        f"{len(lost)} {_plural('attempt', len(lost))} at shuffles did not count: {names}, "
+        f"{seconds:.1f} s",
+        "See the log lines of the scheduler and the workers: workers died, or results were lost.",
+        "",
+        seconds,
+    )
+
+
+def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
+    if not facts.fallbacks:
+        return None
+    most = max(facts.fallbacks, key=lambda one: int(one["count"]))
+    n = sum(one["count"] for one in facts.fallbacks)
+    total = n + facts.runs["gpurt"]
+    why = str(most["why"])
+    advice = "See the reason, and the logs of the scheduler and the workers."
+    if "no adapter" in why:
+        advice = "Use DataFrames of pandas or cuDF themselves, and not of a subclass."
+    elif "pip install" in why:
+        advice = "Install the package there, and restart the worker."
+    return Bottleneck(
+        "stock-shuffle",
+        f"{n} of {total} {_plural('shuffle', total)} ran on stock Dask, mostly: {most['what']}",
+        advice,
+    )
+
+
+def _no_shuffle(facts: LiveFacts) -> Bottleneck | None:
+    if facts.runs["gpurt"] or facts.runs["stock"] or not facts.spent["task_s"]:
+        return None
+    if facts.method in ("tasks", "disk"):
+        return Bottleneck(
+            "no-shuffle",
+            f"no shuffle moved data between workers directly: Dask is set to shuffle by "
+            f"{facts.method!r}",
+            "Remove that setting, or use Dask's default.",
+            "dataframe.shuffle.method: p2p",
+        )
+    return Bottleneck(
+        "no-shuffle",
+        f"Dask ran no shuffle; tasks took {facts.spent['task_s']:.1f} s, and workers fetched "
+        f"inputs for {facts.spent['fetch_s']:.1f} s",
+        "Look at the task stream of Dask's dashboard: the time is in the tasks themselves.",
+    )
+
+
+#: Rules by identifier, in the order of the guide.
+RULES: dict[str, Callable[[LiveFacts], Bottleneck | None]] = {
+    "slow-link": _slow_link,
+    "small-messages": _small_messages,
+    "skew": _skew,
+    "spill": _spill,
+    "memory-wait": _memory_wait,
+    "back-pressure": _back_pressure,
+    "processors": _processors,
+    "restarts": _restarts,
+    "stock-shuffle": _stock_shuffle,
+    "no-shuffle": _no_shuffle,
+}
+
+
+def verdict_lines(found: Iterable[Bottleneck], facts: LiveFacts) -> list[str]:
+    """Return the verdict as paragraphs: the most useful bottlenecks, or that nothing stands out."""
+    lines = []
+    for one in [*found][:MOST_SHOWN]:
+        saves = "" if one.saves_s is None else f" (up to {one.saves_s:.1f} s)"
+        setting = f" Set `{one.setting}`." if one.setting else ""
+        lines.append(f"{one.rule}{saves}: {one.evidence}. {one.advice}{setting}")
+    return lines or [nothing_stands_out(facts)]
