@@ -167,7 +167,7 @@ class GpurtScheduler(SchedulerPlugin):
         if self.settings.collectives.enabled:
             reported = self._wait_for_reports
             self.collectives = ClusterCollectives(
-                scheduler, self.ready, reported, lambda: self.settings.collectives.order == "any"
+                scheduler, self.ready, reported, lambda: self.settings
             )
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)

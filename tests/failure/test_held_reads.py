@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.plugins.shuffle import transport_choice
+from dask_gpurt.plugins.shuffle import arrivals
 from dask_gpurt.transport import shared
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.failure.leftovers import assert_nothing_left
@@ -29,7 +29,7 @@ def held(read: Callable[..., None], path: str) -> Callable[..., None]:
 
 def _hold_reads(worker: Any, path: str) -> None:
     """Make reads wait at a gate, in a worker process that ends with the test."""
-    transport_choice.LEAST_THREAD_NBYTES = 0
+    arrivals.LEAST_THREAD_NBYTES = 0
     shared._read_into = held(shared._read_into, path)
 
 
@@ -52,7 +52,7 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch, gate: Gate) -> Iterator[Stage]:
     """A stage with all workers in this process; reads from a peer stop at the gate."""
-    monkeypatch.setattr(transport_choice, "LEAST_THREAD_NBYTES", 0)
+    monkeypatch.setattr(arrivals, "LEAST_THREAD_NBYTES", 0)
     monkeypatch.setattr(shared, "_read_into", held(shared._read_into, gate.path))
     with open_stage("shared") as stage:
         yield stage

@@ -12,6 +12,8 @@ from dask_gpurt.plugins.collectives.reductions import SlicedReductions
 if TYPE_CHECKING:
     from distributed import Scheduler
 
+    from dask_gpurt.config import Settings
+
 #: What `ClusterCollectives.report` returns if they are off.
 NO_COLLECTIVES = {"broadcasts": None, "collectives": None, "reductions": None}
 
@@ -25,8 +27,8 @@ class ClusterCollectives:
         Addresses of workers that run the runtime.
     reported
         Waits until workers that join have said whether they are ready.
-    may_reorder
-        Returns whether reductions may combine floats in another order than Dask's.
+    settings
+        Returns the settings of now.
     """
 
     def __init__(
@@ -34,11 +36,11 @@ class ClusterCollectives:
         scheduler: Scheduler,
         ready: Collection[str],
         reported: Callable[[], Awaitable[None]],
-        may_reorder: Callable[[], bool],
+        settings: Callable[[], Settings],
     ) -> None:
         self.broadcaster = Broadcaster(scheduler, ready)
         self.gangs = Gangs(scheduler, ready, reported)
-        self.reductions = SlicedReductions(scheduler, may_reorder)
+        self.reductions = SlicedReductions(scheduler, lambda: settings().collectives.order == "any")
 
     def uninstall(self) -> None:
         """Restore stock Dask's functions, and end what goes on."""

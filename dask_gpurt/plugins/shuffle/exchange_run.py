@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory.pool import Buffer, Tenant
-from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING, LedgerEntry
+from dask_gpurt.devices.ledger import COMPUTE, WAITING
 from dask_gpurt.errors import (
     DamagedError,
     IncompleteExchangeError,
@@ -34,6 +34,7 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.adapter import BodyAdapter, Empty, Packed, Piece
+from dask_gpurt.plugins.dashboard.shuffle_fields import Writes
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
     Reschedule,
@@ -45,7 +46,6 @@ from dask_gpurt.plugins.patches.p2p import (
     thread_time,
 )
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
-from dask_gpurt.plugins.shuffle.dashboard_fields import Writes
 from dask_gpurt.plugins.shuffle.fine_metrics import (
     FineMetrics,
     RunClock,
@@ -56,7 +56,7 @@ from dask_gpurt.plugins.shuffle.fine_metrics import (
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
-from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries, enter_phase
+from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries, enter_phase, enter_receipt
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.credits import in_turn
 from dask_gpurt.shuffle.figures import RunFigures
@@ -310,12 +310,7 @@ class ExchangeRun:
             return {"status": DAMAGED}
         nbytes = sum(shard.nbytes for shard in shards)
         self._received_nbytes += nbytes
-        self._state.ledger.add(
-            LedgerEntry(
-                *(COMMUNICATION, RECEIVE, nbytes, start_s, self._state.ledger.clock()),
-                *(sender, "", self.run_id, number),
-            )
-        )
+        enter_receipt(self._state.ledger, nbytes, start_s, sender, self.run_id, number)
         self._state.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
@@ -470,11 +465,9 @@ class ExchangeRun:
         if self._last_report is not None:
             # `close` frees the shards, after which their rows can no longer be counted.
             return self._last_report
-        partitions = self._plan.partitions
-        rows = self._store.rows_of_slots()
-        return self.figures.snapshot(
-            {partitions[slot]: n for slot, n in rows.items()}, self._state.links.bandwidth
-        )
+        rows = self._store.rows_of_slots().items()
+        of_partition = {self._plan.partitions[slot]: n for slot, n in rows}
+        return self.figures.snapshot(of_partition, self._state.links.bandwidth)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -1,21 +1,18 @@
 """Choice of the transport from this worker to each peer, once per pair, with its reasons.
 
-The sender offers its transports; the receiver tries one, and answers what it can use. Addresses
-decide nothing, because they are misleading in containers. In order of preference: memory that both
-processes of one host can read (`transport.shared`), UCX endpoints (`transport.ucx`), Dask's own
-connections.
+The sender offers its transports; the receiver tries one, and answers what it can use. An address
+alone decides nothing, because it is misleading in containers. In order of preference: memory that
+both processes of one host can read (`transport.shared`), UCX endpoints (`transport.ucx`), Dask's
+own connections. `arrivals` is the receiving end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from dask_gpurt.codecs import nvcomp
 from dask_gpurt.devices.host_memory.pages import SharedPages
@@ -29,10 +26,9 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.plugins.patches.p2p import event_loop
-from dask_gpurt.plugins.shuffle.payloads import is_inline, pairs, view_of
+from dask_gpurt.plugins.shuffle.arrivals import LINK_DEADLINE_S, Arrivals
 from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
 from dask_gpurt.plugins.shuffle.transports import (
-    MESSAGE_DEADLINE_S,
     Call,
     CommTransport,
     HostRefusals,
@@ -41,11 +37,11 @@ from dask_gpurt.plugins.shuffle.transports import (
     UcxTransport,
     host_part,
 )
-from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, WorkerUcx, result_if_any
+from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, result_if_any
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.traffic import LinkPath, SentTotals, Traffic
 from dask_gpurt.transport.host_readings import HostReadings
-from dask_gpurt.transport.shared import Borrower, Lender, seal
+from dask_gpurt.transport.shared import Lender
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -53,9 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt.transport")
 
 T = TypeVar("T")
-Buffer = npt.NDArray[np.uint8]
-#: Runs a call that moves this many bytes in a thread.
-InThread = Callable[[int, Callable[[], None]], Awaitable[None]]
 #: Composes a message for a transport.
 Compose = Callable[[Transport], Awaitable[Message]]
 
@@ -67,14 +60,9 @@ DAMAGED = "damaged"
 _MAX_ATTEMPTS = 3
 #: Setting for device data under `auto`: from device memory if possible, else as host data.
 DEVICE = "device"
-#: Smaller messages in a peer's memory are read on the event loop. That takes less time than the
-#: hand-over to a thread, 60 to 110 us. Warm memory is copied at 10 to 20 GB/s.
-LEAST_THREAD_NBYTES = 1 << 20
-#: Timeout for a new UCX link, and for closing all of them.
-_LINK_DEADLINE_S = 10.0
 
 
-class Links:
+class Links(Arrivals):
     """The transports between one worker and its peers, in both directions. On the event loop.
 
     Parameters
@@ -86,6 +74,7 @@ class Links:
     """
 
     def __init__(self, worker: Worker, keep_nbytes: int, ledger: Ledger | None = None) -> None:
+        super().__init__(worker)
         self.ledger = ledger
         self._worker = worker
         #: `gpurt.shuffle.transport` as this worker heard it last. Broadcasts and groups use it too.
@@ -95,9 +84,7 @@ class Links:
         #: By transport, the peers whose path leads through this host's memory. Kept current: every
         #: message asks for them, and there may be a thousand paths.
         self._on_host: dict[str, set[str]] = {}
-        self._borrower = Borrower(event_loop(worker))
         self._lender: Lender | None = None
-        self.ucx = WorkerUcx(worker)
         self._no_memory = ""
         self._refusals = HostRefusals(worker.address)
         #: Why device memory is not sent to a peer, until the next `cool_down`.
@@ -275,7 +262,7 @@ class Links:
     async def _link_ucx(self, address: str, why_not: dict[str, str], call: Call) -> UcxTransport:
         engine = await self.ucx.engine()
         theirs = await _offer(call, "ucx", engine.descriptor)
-        peer = await engine.connect(theirs, _LINK_DEADLINE_S)
+        peer = await engine.connect(theirs, LINK_DEADLINE_S)
         # Where device memory failed, this path carries copies in host memory.
         both = (
             engine.takes_device_memory
@@ -296,127 +283,6 @@ class Links:
         if not path.takes_device_memory:
             raise RefusedError("UCX does not know device memory at both ends")
         return path
-
-    # ------------------------------------------------------------------ receiving
-
-    async def accept(self, offers: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a peer's offer of a transport.
-
-        Raises
-        ------
-        ProtocolError
-            The offer is malformed.
-        """
-        if not isinstance(offers, Mapping) or len(offers) != 1:
-            raise ProtocolError("an offer of a path names one path")
-        ((name, offer),) = offers.items()
-        try:
-            ours: Any = None
-            if name == "shared":
-                self._borrower.open(offer)
-            elif name == "ucx":
-                engine = await self.ucx.engine()
-                known = {"takes_device_memory": engine.takes_device_memory}
-                token = offer.get("token") if isinstance(offer, Mapping) else None
-                ours = {**await engine.invite(token, _LINK_DEADLINE_S), **known}
-            elif name == "codecs":
-                ours = sorted(await asyncio.to_thread(nvcomp.usable))
-            else:
-                raise RefusedError(f"unknown path {name!r}")
-            return {"status": "OK", "ours": ours, "why_not": None}
-        except TransportError as error:
-            return {"status": "OK", "ours": None, "why_not": str(error)}
-
-    def reaches_device(self, payload: Any) -> bool:
-        """Return whether the payload of a message can be written to device memory."""
-        if not isinstance(payload, Mapping) or payload["by"] != "ucx":
-            return False
-        engine = self.ucx.started
-        return engine is not None and engine.takes_device_memory
-
-    async def fetch(
-        self,
-        payload: Any,
-        lengths: Sequence[int],
-        empty: Callable[[int, int], Buffer],
-        in_thread: InThread,
-    ) -> list[Buffer]:
-        """Bring the payload of a message to this worker.
-
-        Parameters
-        ----------
-        lengths
-            Announced bytes of each buffer. Checked before anything is allocated.
-        empty
-            Allocates a buffer, given its number and length; in device memory if the payload can be
-            written there. Called on the loop.
-        in_thread
-            Reads a peer's memory in a thread.
-
-        Returns
-        -------
-        list of buffers
-            In memory from `empty`. Buffers that came inside the message itself stay there: copying
-            them is work for a thread.
-
-        Raises
-        ------
-        TransportError
-            The sender must offer its path again.
-        DamagedError
-            A checksum does not match.
-        ProtocolError
-            The payload is not what was announced.
-        """
-        if is_inline(payload):
-            return [view_of(part, nbytes) for part, nbytes in pairs(payload, lengths)]
-        if payload["by"] == "shared":
-            if seal(payload["token"], payload["places"]) != payload["seal"]:
-                raise DamagedError("places in shared memory were damaged on their way")
-            return await self._borrow(
-                payload["token"], payload["places"], lengths, empty, in_thread
-            )
-        if payload["by"] != "ucx" or self.ucx.started is None:
-            raise TransportError("the message uses a path that was not offered")
-        engine = await self.ucx.engine()
-        buffers = [empty(number, nbytes) for number, nbytes in enumerate(lengths)]
-        await engine.receive(payload["token"], payload["number"], buffers, MESSAGE_DEADLINE_S)
-        return buffers
-
-    async def _borrow(
-        self,
-        token: bytes,
-        parts: Sequence[Any],
-        lengths: Sequence[int],
-        empty: Callable[[int, int], Buffer],
-        in_thread: InThread,
-    ) -> list[Buffer]:
-        fetched, sent, lent = [], [], []
-        for number, (part, nbytes) in enumerate(pairs(parts, lengths)):
-            # Check all parts before reading any of them.
-            if isinstance(part, bytes):
-                source = view_of(part, nbytes)
-                fetched.append(empty(number, nbytes))
-                sent.append((source, fetched[-1]))
-            else:
-                places = self._borrower.checked(token, part, nbytes)
-                fetched.append(empty(number, nbytes))
-                lent.append((places, fetched[-1]))
-
-        def read() -> None:
-            for source, buffer in sent:
-                np.copyto(buffer, source)
-            if lent:
-                self._borrower.read(token, lent)
-
-        # The sender keeps its memory unchanged until this message is answered. If it cancels the
-        # message, the bytes read here may be anything, but they are not used: either it has sent
-        # the shards again and got an answer, so these are duplicates, or its run is over.
-        if (nbytes := sum(lengths)) < LEAST_THREAD_NBYTES:
-            read()
-        else:
-            await in_thread(nbytes, read)
-        return fetched
 
     # ------------------------------------------------------------------ life
 
@@ -469,7 +335,7 @@ class Links:
         self._drop_links()
         if not self.connections.is_busy:
             await self.connections.close()
-        await self.ucx.close(_LINK_DEADLINE_S)
+        await self.ucx.close(LINK_DEADLINE_S)
 
     def close(self) -> None:
         """Free the outgoing pool: the worker is closed, and no peer reads from it any more."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker import thread_state
 
 from dask_gpurt.devices.ledger import COMMUNICATION, Ledger, LedgerEntry
-from dask_gpurt.tracing.events import PHASE
+from dask_gpurt.tracing.events import PHASE, RECEIVE
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -91,6 +91,14 @@ def enter_phase(ledger: Ledger, phase: str, start_s: float, run: int) -> None:
     if (record := ledger.recorder) is not None:
         key = getattr(thread_state, "key", None)
         record(LedgerEntry(PHASE, phase, 0, start_s, ledger.clock(), run=run, key=key))
+
+
+def enter_receipt(
+    ledger: Ledger, nbytes: int, start_s: float, sender: str, run: int, message: int
+) -> None:
+    """Enter a message of a shuffle that has arrived."""
+    path = COMMUNICATION, RECEIVE, nbytes, start_s, ledger.clock()
+    ledger.add(LedgerEntry(*path, peer=sender, run=run, message=message))
 
 
 class DiskEntries:

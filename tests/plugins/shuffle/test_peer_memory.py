@@ -16,7 +16,8 @@ from dask_gpurt.errors import (
     DamagedError,
     ProtocolError,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, LEAST_THREAD_NBYTES
+from dask_gpurt.plugins.shuffle.arrivals import LEAST_THREAD_NBYTES
+from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 from tests.plugins.shuffle.links_rig import DEADLINE_S, RunIsOver, compose, with_links
