@@ -165,10 +165,8 @@ class GpurtScheduler(SchedulerPlugin):
             OutputOwners(scheduler),
         ]
         if self.settings.collectives.enabled:
-            reported = self._wait_for_reports
-            self.collectives = ClusterCollectives(
-                scheduler, self.ready, reported, lambda: self.settings
-            )
+            told = self.ready, self._wait_for_reports, lambda: self.settings
+            self.collectives = ClusterCollectives(scheduler, *told)
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
