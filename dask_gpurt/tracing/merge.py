@@ -370,7 +370,7 @@ def _work(
     made = []
     for row in one.rows(records.WORK):
         lane, path, peer = texts[row.lane], texts[row.path], texts[row.peer]
-        start_s, end_s, way = row.start_s, row.end_s, texts[row.way]
+        start_s, end_s, way = row.start_s, max(row.start_s, row.end_s), texts[row.way]
         is_inside = start_s >= 0 and end_s <= wall_s
         if lane == _MESSAGES and path == RECEIVE:
             sent = sends.get((by_address.get(peer, -1), process, row.message))

@@ -60,8 +60,8 @@ def _memory_of(worker: Any) -> list[str]:
     amounts = {
         "bytes of the pool": state.pool.used_nbytes,
         "bytes on their way out": state.links.outgoing.used_nbytes,
-        "bytes to send": state._send_budget.used_nbytes,
-        "bytes that runs wanted to send": sum(state._send_budget._wanted.values()),
+        "bytes to send": state.outgoing_budget.used_nbytes,
+        "bytes that runs wanted to send": sum(state.outgoing_budget._wanted.values()),
         "bytes of the budget": state._budget.used_nbytes if state._budget is not None else 0,
         # A closed worker does not learn that its last task has ended, but it keeps nothing.
         "partitions to let go of": len(state._to_release) if worker.status != Status.closed else 0,

@@ -36,6 +36,8 @@ from dask_gpurt.memory.files import value_file
 from dask_gpurt.shuffle import messages
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 from dask_gpurt.topology import description, machine
+from dask_gpurt.tracing import records
+from dask_gpurt.tracing.merge import RecordedProcess, merged
 from dask_gpurt.transport import ucx_protocol, wire
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -363,6 +365,32 @@ def _trace_seeds() -> Iterable[bytes]:
     yield Workload("two", tasks, (1,)).to_json().encode()
 
 
+def _look_at_events(raw: bytes) -> None:
+    if len(raw) >= 8:
+        raw = raw[:4] + struct.pack("<I", zlib.crc32(raw[8:])) + raw[8:]
+    found = records.decode(raw)
+    assert found.problem or not raw or len(found.records)
+    one = RecordedProcess("tcp://a:1", "a", "a", raw)
+    other = RecordedProcess("tcp://b:1", "b", "b", raw)
+    trace = merged(one, [other], 0.0, 10.0)
+    assert all(0 <= work.start_s <= work.end_s for work in trace.work)
+
+
+def _events_seeds() -> Iterable[bytes]:
+    encoder = records.RecordEncoder()
+    encoder.key(1, 5, "a")
+    encoder.task_run(1, 1.0, 1.5, 2.0)
+    encoder.work("communication", "send", 9, 1.0, 2.0, "tcp://b:1", "tcp", 1, 1, 1, 7)
+    encoder.work("communication", "receive", 9, 1.0, 2.0, "tcp://a:1", "", 1, 1)
+    encoder.instant("eviction", 1.0, "x")
+    encoder.sample("cpu", 1.0, 0.5)
+    yield encoder.block()
+    encoder.assigned(1, "a", "tcp://b:1", 0.5, 1.0, 3.0, 10)
+    encoder.times(1, 5, 1.0, 1.5, 2.0, 7)
+    encoder.needs(1, [1, 2, 3, 4, 5])
+    yield encoder.block()
+
+
 TARGETS: dict[str, Target] = {
     "message-header": Target(
         _look_at_header, lambda: [wire.encode(_shard_headers())[8:], wire.encode([])[8:]]
@@ -381,5 +409,6 @@ TARGETS: dict[str, Target] = {
     "ucx-descriptor": Target(_look_at_descriptor, _descriptor_seeds),
     "machine-report": Target(_look_at_report, _report_seeds),
     "topology-file": Target(_look_at_description, _description_seeds),
+    "trace-events": Target(_look_at_events, _events_seeds),
     "trace-file": Target(_look_at_trace, _trace_seeds),
 }

@@ -106,7 +106,8 @@ def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
             client.wait_for_workers(1, timeout=60)
 
             def is_on(dask_scheduler):
-                return "gpurt-trace" in dask_scheduler.extensions
+                trace = dask_scheduler.extensions.get("gpurt-trace")
+                return trace is not None and trace.has_begun
 
             long = command(cluster, "--seconds", "600", "-o", "long.json")
             while not client.run_on_scheduler(is_on):

@@ -67,6 +67,7 @@ class ClusterTrace:
             raise TypeError(f"this client is asynchronous; write {self._usage}")
         self._check()
         self._client.sync(self.begin)  # type: ignore[no-untyped-call]
+        self._warn()
         return self
 
     def __exit__(
@@ -86,6 +87,7 @@ class ClusterTrace:
             raise TypeError(f"this client is not asynchronous; write {self._usage}")
         self._check()
         await self.begin()
+        self._warn()
         return self
 
     async def __aexit__(
@@ -99,6 +101,10 @@ class ClusterTrace:
             await asyncio.to_thread(self.write, collected)
         except Exception as failed:
             self._failed(error, failed)
+
+    def _warn(self) -> None:
+        if self.note:
+            logger.warning("%s", self.note)
 
     def _failed(self, error: BaseException | None, failed: Exception) -> None:
         """Raise the error of a trace, unless the block has one of its own."""
@@ -130,8 +136,6 @@ class ClusterTrace:
             raise ActivationError(problem)
         status = await activation.read_status(self._client, ask_workers=False)
         self._runtime = "" if status["active"] else str(status["reason"])
-        if self._runtime:
-            logger.warning("%s", self.note)
         plugin = TraceSession(
             self._id,
             self._client.id,

@@ -99,6 +99,8 @@ class TraceSession(SchedulerPlugin):
         self.scheduler = scheduler
         self.began_s, self.began_utc_s = perf_counter(), wall_clock.time()
         self.ended_s: float | None = None
+        #: Whether all workers have been told. Events before that are left out.
+        self.has_begun = False
         self._workers: list[WorkerTrace] = []
         self._present: dict[str, WorkerTrace] = {}
         self._changed = asyncio.Event()
@@ -141,6 +143,7 @@ class TraceSession(SchedulerPlugin):
         await asyncio.wait({self._telling}, timeout=_BEGIN_S)
         await self._clocks.compare(self._recording(), N_AT_ENDS)
         self._clocks.begin(self._recording)
+        self.has_begun = True
         self.began_s, self.began_utc_s = perf_counter(), wall_clock.time()
 
     def _recording(self) -> list[WorkerTrace]:

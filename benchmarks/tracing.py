@@ -1,0 +1,98 @@
+"""A shuffle with tracing off and on, in turns, on one cluster; and the bytes of an event.
+
+The start and the end of a trace are not part of the time: no task waits for them. They are printed
+apart. Bytes of an event are those of the file, and those that workers recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import Any
+from unittest import mock
+
+import dask
+import dask.dataframe as dd
+from distributed import Client, wait
+
+import dask_gpurt
+from benchmarks.harness import (
+    Sides,
+    arguments,
+    in_turns,
+    persisting_s,
+    settle,
+    stock_client,
+    write_json,
+)
+from benchmarks.shuffle import numbers_part
+from dask_gpurt.tracing import merge
+
+#: Input and output partitions, and the rows of each: 32 bytes a row, 1 GB in all.
+N_PARTS, ROWS = 32, 1_000_000
+
+
+def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
+    rows = int(ROWS * scale)
+    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+    with client.as_current(), dask.config.set(scheduler=client.get):
+        inputs = client.persist(lazy)
+        wait(inputs)
+    recorded: list[int] = []
+    merged = merge.merged
+
+    def counted(scheduler: Any, workers: Any, *more: Any, **options: Any) -> Any:
+        recorded.append(sum(len(one.data) for one in (scheduler, *workers)))
+        return merged(scheduler, workers, *more, **options)
+
+    def shuffle_s() -> float:
+        with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            return persisting_s(client, inputs.shuffle("key"))
+
+    def once(side: str, client: Client) -> dict[str, float]:
+        settle(client)
+        if side == "stock":
+            return {"shuffle_s": shuffle_s()}
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json.gz")
+            began_s = time.perf_counter()
+            with dask_gpurt.trace(client, path) as traced:
+                begin_s = time.perf_counter() - began_s
+                seconds = shuffle_s()
+                began_s = time.perf_counter()
+            trace = traced.trace
+            assert not any(one.n_dropped or one.ended for one in trace.processes)
+            n_events = len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)
+            return {
+                "shuffle_s": seconds,
+                "begin_s": begin_s,
+                "end_s": time.perf_counter() - began_s,
+                "events": n_events,
+                "file_nbytes_per_event": os.path.getsize(path) / n_events,
+                "recorded_nbytes_per_event": recorded[-1] / n_events,
+            }
+
+    with mock.patch.object(merge, "merged", counted):
+        # One cluster is both sides: "stock" without a trace, "enabled" with one.
+        _, medians = in_turns(Sides(client, client), repeats, once)
+    found = {name: value for (side, name), value in medians.items() if side == "enabled"}
+    return {**found, "without_s": medians["stock", "shuffle_s"]}
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--workers", type=int, default=4)
+    options = parser.parse_args()
+    with stock_client(options.workers) as client:
+        dask_gpurt.enable(client)
+        found = measure(client, options.scale, options.repeats)
+    found["ratio"] = found["shuffle_s"] / found["without_s"]
+    for name, value in found.items():
+        print(f"{name:28} {value:10.3f}")
+    print(f"on against off: {found['ratio']:.3f} (at most 1.03)")
+    write_json(options.json, [], tracing=found)
+
+
+if __name__ == "__main__":
+    main()
