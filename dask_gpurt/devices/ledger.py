@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dask_gpurt.devices.cuda.ranges import process_range
+
 #: Lanes of tasks on any device, and of sending and receiving.
 COMPUTE, COMMUNICATION = "compute", "communication"
 #: The path of an entry that marks idle time: within another entry of its lane, the worker of that
@@ -97,10 +99,14 @@ class Ledger:
 
     @contextlib.contextmanager
     def timed(self, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:
-        """Add an entry for the body of a `with` statement, even if the body raises."""
+        """Add an entry for the body of a `with` statement, even if the body raises.
+
+        A profiler that listens shows a range of the same lane and path.
+        """
         start_s = self.clock()
         try:
-            yield
+            with process_range(lane, path):
+                yield
         finally:
             self.add(LedgerEntry(lane, path, nbytes, start_s, self.clock()))
 

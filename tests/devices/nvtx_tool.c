@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { CALLBACKS = 1, CORE2 = 5, REGISTERED = 3 };
-enum { RANGE_PUSH = 4, RANGE_POP = 5, REGISTER_STRING = 10, DOMAIN_CREATE = 12 };
+enum { RANGE_START = 2, RANGE_END = 3, RANGE_PUSH = 4, RANGE_POP = 5, REGISTER_STRING = 10, DOMAIN_CREATE = 12 };
 
 typedef void (*function)(void);
 
@@ -42,10 +42,27 @@ static void *register_string(void *domain, const char *text) {
     return strdup(text);
 }
 
+static const char *message_of(const struct attributes *range) {
+    return range->message_type == REGISTERED ? range->message : "not registered";
+}
+
+static uint64_t start(void *domain, const struct attributes *range) {
+    static uint64_t n_ranges;
+    (void)domain;
+    fprintf(out, "start %llu %s\n", (unsigned long long)++n_ranges, message_of(range));
+    fflush(out);
+    return n_ranges;
+}
+
+static void end(void *domain, uint64_t number) {
+    (void)domain;
+    fprintf(out, "end %llu\n", (unsigned long long)number);
+    fflush(out);
+}
+
 static int push(void *domain, const struct attributes *range) {
     (void)domain;
-    const char *message = range->message_type == REGISTERED ? range->message : "not registered";
-    fprintf(out, "push %s\n", message);
+    fprintf(out, "push %s\n", message_of(range));
     fflush(out);
     return 0;
 }
@@ -67,6 +84,8 @@ int InitializeInjectionNvtx2(const void *(*export_table)(uint32_t)) {
     out = fopen(path, "w");
     if (!out)
         return 0;
+    *table[RANGE_START] = (function)start;
+    *table[RANGE_END] = (function)end;
     *table[RANGE_PUSH] = (function)push;
     *table[RANGE_POP] = (function)pop;
     *table[REGISTER_STRING] = (function)register_string;

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from dask_gpurt.devices.cuda.driver import Driver
+from dask_gpurt.devices.cuda.ranges import range_
 from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 
 #: CUDA returns times between events in milliseconds as 32-bit floats. After a minute, these are
@@ -77,9 +78,13 @@ class DeviceTimes:
 
     @contextlib.contextmanager
     def timed(self, stream: Any, lane: str, path: str, nbytes: int = 0) -> Iterator[None]:
-        """Time the work that the `with` statement queues on a stream."""
+        """Time the work that the `with` statement queues on a stream.
+
+        A profiler that listens shows it under a range of the same lane and path.
+        """
         began = self._driver.record(stream, timed=True)
-        yield
+        with range_(lane, path):
+            yield
         ended = self._driver.record(stream, timed=True)
         self._pieces.append((_TimedWork(lane, path, nbytes, began, ended), ended))
 

@@ -89,7 +89,7 @@ def work_of(
     arguments: Mapping[str, Any],
 ) -> LaneWork:
     """Return the piece of work that a slice shows. Inverse of `of_work`."""
-    found = {name: arguments.get(name, default) for name, default in _IN_WORK.items()}
+    found = _fields(arguments, _IN_WORK)
     start_s, end_s = seconds(start_ns), seconds(end_ns)
     return LaneWork(
         process=process,
@@ -100,6 +100,17 @@ def work_of(
         end_s=end_s,
         **found,
     )
+
+
+def _fields(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields, from arguments or else by default."""
+    found = dict(defaults)
+    for name, value in arguments.items():
+        if name in found:
+            if type(value) is not type(found[name]):
+                raise TraceFileError(f"an event has {value!r} as its {name}")
+            found[name] = value
+    return found
 
 
 def task_of(
@@ -128,7 +139,7 @@ def task_of(
         thread=thread,
         known_s=seconds(known_ns),
         **times,
-        **{name: arguments.get(name, default) for name, default in _IN_TASK.items()},
+        **_fields(arguments, _IN_TASK),
     )
 
 

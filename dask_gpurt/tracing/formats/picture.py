@@ -204,7 +204,7 @@ def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
         _timed(drawn_samples(trace.samples), "at_s", 3),
     ):
         yield from rows.ended(at_ns)
-        if isinstance(event, Instant | Sample):
+        if isinstance(event, _POINTS):
             yield PointEvent(rows.of_point(event), at_ns, event)
             continue
         end_ns = max(nanoseconds(event.end_s), at_ns)
@@ -213,6 +213,8 @@ def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
     yield from rows.ended(float("inf"))
 
 
+#: A union in `isinstance` would be made anew for each event.
+_POINTS = (Instant, Sample)
 _Event = LaneWork | TaskTimes | Instant | Sample
 
 

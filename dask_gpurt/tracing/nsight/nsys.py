@@ -76,6 +76,12 @@ def copy_path(kind: int, source: int, target: int) -> tuple[str, str]:
     return path, _MEMORY.get(memory, "")
 
 
+def lane_and_path(name: str) -> tuple[str, str]:
+    """Return the lane and the path in the name of a range of ours."""
+    lane, colon, path = name.partition(": ")
+    return (lane, path) if colon else ("ranges", name)
+
+
 def pid_of(global_id: int) -> int:
     """Return the process in an identifier of a process or of a thread."""
     return (global_id >> 24) & 0xFFFFFF
@@ -265,9 +271,7 @@ class _ExportReader:
                 self._trace.instants.append(Instant(process, name, start_ns / 1e9))
             elif kind in (_PUSHED, _STARTED):
                 domain = domains.get((pid_of(thread), domain_id), "")
-                lane, path = domain or "ranges", name
-                if domain == _OURS and ": " in name:
-                    lane, _, path = name.partition(": ")
+                lane, path = lane_and_path(name) if domain == _OURS else (domain or "ranges", name)
                 self._trace.work.append(
                     LaneWork(
                         process=self._process(thread),

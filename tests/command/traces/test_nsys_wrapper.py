@@ -134,6 +134,13 @@ def test_a_worker_runs_where_nsys_does_not_start(start, tmp_path):
     assert f"{tmp_path}/gone cannot be started, so a worker runs without it" in line
 
 
+def test_the_guide_has_the_same_command():
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "nsight.md"
+    shown = " ".join(guide.read_text().split())
+    command = " ".join(profile_command("nsys", Path("/shared/reports")))
+    assert f"python: >- {command} python3" in shown
+
+
 # ------------------------------------------------------------------ clusters
 
 

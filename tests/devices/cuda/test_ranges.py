@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import shutil
@@ -14,7 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dask_gpurt.devices.cuda import ranges
-from dask_gpurt.devices.cuda.ranges import Ranges, listening_domain, range_
+from dask_gpurt.devices.cuda.ranges import (
+    Ranges,
+    listening_domain,
+    process_range,
+    range_,
+    range_name,
+)
+from dask_gpurt.devices.ledger import Ledger
+from dask_gpurt.tracing.nsight.nsys import lane_and_path
 
 
 class FakeDomain:
@@ -35,6 +44,13 @@ class FakeDomain:
 
     def pop_range(self):
         self.events.append((threading.get_ident(), "pop", None))
+
+    def start_range(self, attributes):
+        self.events.append((threading.get_ident(), "start", attributes["message"]))
+        return len(self.events)
+
+    def end_range(self, number):
+        self.events.append((threading.get_ident(), "end", number))
 
     def seen(self):
         return [(what, message) for _, what, message in self.events]
@@ -67,6 +83,42 @@ def test_a_range_is_named_by_lane_and_phase(monkeypatch):
             pass
     assert domain.seen()[1:] == [("push", "copy: device to host"), ("pop", None), ("pop", None)]
     assert [made["category"] for made in domain.made] == ["communication", "copy"]
+
+
+def test_a_range_of_the_process_may_be_left_by_its_thread(monkeypatch):
+    domain = FakeDomain()
+    monkeypatch.setitem(sys.modules, "nvtx", fake_nvtx(domain))
+
+    async def send(path, first, second):
+        with process_range("communication", path):
+            first.set()
+            await second.wait()
+
+    async def both():
+        events = asyncio.Event(), asyncio.Event()
+        await asyncio.gather(send("send", *events), send("receive", events[1], events[0]))
+
+    asyncio.run(both())
+    assert domain.seen()[:2] == [
+        ("start", "communication: send"),
+        ("start", "communication: receive"),
+    ]
+    assert sorted(domain.seen()[2:]) == [("end", 1), ("end", 2)]
+
+
+def test_the_ledger_and_its_lanes_open_ranges_of_their_names(monkeypatch):
+    domain = FakeDomain()
+    monkeypatch.setitem(sys.modules, "nvtx", fake_nvtx(domain))
+    ledger = Ledger()
+    with pytest.raises(KeyError), ledger.timed("communication", "send", 1):
+        raise KeyError
+    with ledger.timed("disk", "a file: written"):
+        pass
+    opened = [message for what, message in domain.seen() if what == "start"]
+    assert [what for what, _ in domain.seen()] == ["start", "end"] * 2
+    # A reader of traces finds the lane and the path of each entry in the range.
+    assert [lane_and_path(one) for one in opened] == [one[:2] for one in ledger.entries()]
+    assert opened == [range_name(*one[:2]) for one in ledger.entries()]
 
 
 def test_a_range_closes_on_an_error_and_propagates_it():
@@ -118,7 +170,10 @@ def test_a_range_does_nothing_without_a_profiler(monkeypatch, module):
     assert listening_domain() is None
     with range_("compute", "task") as value:
         assert value is None
+    with process_range("compute", "task") as value:
+        assert value is None
     # The same object each time, so no allocation.
+    assert process_range("compute", "task") is range_("copy", "read")
     assert range_("compute", "task") is range_("copy", "read")
 
 
@@ -166,6 +221,9 @@ from dask_gpurt.devices.cuda.ranges import range_
 for _ in range(2):
     with range_("communication", "pack"), range_("a lane without a colour", "copy"):
         pass
+from dask_gpurt.devices.ledger import Ledger
+with Ledger().timed("disk", "write"), Ledger().timed("disk", "read"):
+    pass
 """
     environment = {
         **os.environ,
@@ -175,4 +233,6 @@ for _ in range(2):
     environment.pop("NVTX_DISABLE", None)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
     once = ["push communication: pack", "push a lane without a colour: copy", "pop", "pop"]
-    assert (tmp_path / out).read_text().splitlines() == ["domain dask_gpurt", *once, *once]
+    ledger = ["start 1 disk: write", "start 2 disk: read", "end 2", "end 1"]
+    seen = (tmp_path / out).read_text().splitlines()
+    assert seen == ["domain dask_gpurt", *once, *once, *ledger]

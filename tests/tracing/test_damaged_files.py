@@ -1,0 +1,81 @@
+"""Whatever happens to the content of a file, it is read or refused with its name, and no more."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.errors import TraceFileError
+from dask_gpurt.tracing.events import Trace
+from dask_gpurt.tracing.files import read, write
+from tests.tracing.traces import shuffle_trace
+
+perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+
+#: What a program or a person could leave in a file.
+PIECES = st.sampled_from(
+    [
+        b"",
+        b"0",
+        b"-",
+        b"9" * 25,
+        b"1e999",
+        b"NaN",
+        b"null",
+        b'"',
+        b"[]",
+        b"{}",
+        b",",
+        b"\n",
+        b"\xff",
+    ]
+) | st.binary(max_size=4)
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory):
+    """The content of a file in each format. That of Perfetto is not compressed."""
+    folder = tmp_path_factory.mktemp("whole")
+    for ending in (".json", ".pftrace"):
+        write(shuffle_trace(4), folder / f"a{ending}")
+    outer = perfetto.Trace.FromString((folder / "a.pftrace").read_bytes())
+    (group,) = outer.packet
+    return (folder / "a.json").read_bytes(), zlib.decompress(group.compressed_packets)
+
+
+def damaged(content: bytes, data: st.DataObject) -> bytes:
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(content)))
+        n_lost = data.draw(st.integers(0, 12))
+        content = content[:place] + data.draw(PIECES) + content[place + n_lost :]
+    return content
+
+
+def look_at(path) -> None:
+    try:
+        found = read(path)
+    except TraceFileError as error:
+        assert str(path) in str(error)
+    else:
+        assert isinstance(found, Trace)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damaged_json_is_refused_or_read(contents, tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_bytes(damaged(contents[0], data))
+    look_at(path)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damaged_packets_are_refused_or_read(contents, tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "damaged.pftrace"
+    outer = perfetto.Trace()
+    outer.packet.add().compressed_packets = zlib.compress(damaged(contents[1], data))
+    path.write_bytes(outer.SerializeToString())
+    look_at(path)
