@@ -60,6 +60,8 @@ class TraceReport:
     @property
     def closing(self) -> str:
         """Return the sentence that stands where no rule found anything."""
+        if not self.tasks:
+            return "No task ran, so there is nothing to judge."
         said = "Nothing stands out: threads ran tasks in "
         said += f"{share_text(self.findings.busy_share)} of the time."
         if self.path.crowded_s >= self.wall_s / 2:
