@@ -41,6 +41,7 @@ def slow_link() -> MadeTrace:
     model = ModelledShuffle(HOSTS, rates={("host1", "host2"): 100 * MB}, in_flight_nbytes=32 * MB)
     made = MadeTrace()
     made.trace = model.trace()
+    made.trace.about = {"settings": {"gpurt.shuffle.compression": "none"}}
     return made
 
 
@@ -324,12 +325,10 @@ def test_an_empty_trace_has_no_bottleneck():
     assert report_of(MadeTrace().trace).bottlenecks == []
 
 
-def test_compression_that_auto_refused_is_not_proposed():
+@pytest.mark.parametrize("about", [{}, {"settings": {"gpurt.shuffle.compression": "auto"}}])
+def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
-    made.trace.about = {"settings": {"gpurt.shuffle.compression": "auto"}}
-    made.trace.links = [
-        LinkFacts(a, b, "tcp", 100 * MB) for a, b in (("host1", "host2"), ("host2", "host1"))
-    ]
+    made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
 
 
