@@ -33,8 +33,9 @@ def test_the_verdict_is_printed_before_the_tables(slow):
     assert outcome.exit_code == 0
     first, *lines = outcome.stdout.splitlines()
     assert first.startswith("of ") and "network host1 to host2" in first
-    assert lines[1].startswith("slow-link (up to ")
-    assert lines[2] == "  gpurt.shuffle.compression: lz4"
+    assert lines[1] == "verdict"
+    assert lines[2].startswith("  slow-link (up to ")
+    assert lines[3] == "    gpurt.shuffle.compression: lz4"
     titles = [line for line in lines if line and not line.startswith(" ")][-6:]
     assert [title.split(":")[0] for title in titles] == [
         "critical path",

@@ -26,10 +26,11 @@ _MOST_SAID = 1000
 def as_text(report: TraceReport, width: int | None = None) -> str:
     """Return the report as text, wrapped at `width` if given."""
     lines = wrapped(name_text(report.headline, _MOST_SAID), width)
+    lines += ["", "verdict"]
     for one in report.bottlenecks:
-        lines += ["", *bottleneck_lines(one, width)]
+        lines += bottleneck_lines(one, width)
     if not report.bottlenecks:
-        lines += ["", *wrapped(report.closing, width)]
+        lines += wrapped(report.closing, width, "  ")
     for title, head, rows in _tables(report):
         lines += ["", *wrapped(title, width)]
         shown = [[name_text(cell, _MOST_CHARACTERS) for cell in row] for row in rows[:MOST_ROWS]]
@@ -49,7 +50,8 @@ def bottleneck_lines(one: Bottleneck, width: int | None) -> list[str]:
     """Return the paragraph about a bottleneck, and under it the setting to paste."""
     saves = "" if one.saves_s is None else f" (up to {seconds_text(one.saves_s)})"
     said = name_text(f"{one.rule}{saves}: {one.evidence}. {one.advice}", _MOST_SAID)
-    return [*wrapped(said, width), *([f"  {one.setting}"] if one.setting else [])]
+    lines = wrapped(said, width, "  ", "    ")
+    return [*lines, f"    {one.setting}"] if one.setting else lines
 
 
 Table = tuple[str, Sequence[str], list[list[str]]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
-from dask_gpurt.tracing.events import FETCH, PHASE, RECEIVE, SEND, WORKER, Trace
+from dask_gpurt.tracing.events import FETCH, PHASE, RECEIVE, SEND, WORKER, Trace, TraceProcess
 from dask_gpurt.tracing.report.amounts import name_text
 from dask_gpurt.tracing.report.busy_time import Column
 
@@ -99,7 +99,7 @@ class Places:
     """Hosts and names of processes. A peer that is not in the trace gets a number after them."""
 
     def __init__(self, trace: Trace) -> None:
-        self.names = [name_text(one.name or one.address) for one in trace.processes]
+        self.names = [_name_of(one) for one in trace.processes]
         self.hosts = [one.host or _host_in(one.address) for one in trace.processes]
         self.n_processes = len(self.names)
         self.workers = [i for i, one in enumerate(trace.processes) if one.kind == WORKER]
@@ -114,6 +114,12 @@ class Places:
             self.hosts.append(_host_in(address))
             self.names.append(name_text(address))
         return found
+
+
+def _name_of(process: TraceProcess) -> str:
+    """Return a short name. Clusters on one machine number their workers."""
+    name = process.name or process.address
+    return f"{process.kind} {name}" if name.isdigit() else name_text(name)
 
 
 def _host_in(address: str) -> str:

@@ -127,7 +127,7 @@ def few_partitions(found: Findings) -> Bottleneck | None:
     saves_s, row = worst
     return Bottleneck(
         "few-partitions",
-        f"{count_text(row.n_tasks, 'task')} {row.prefix} for {found.n_threads} threads; the "
+        f"{count_text(row.n_tasks, 'task')} {row.prefix} for {found.n_threads:,} threads; the "
         f"longest took {seconds_text(row.longest_s)}",
         "Make at least as many partitions as there are threads, with `repartition`, a smaller "
         "`blocksize`, or a larger `npartitions`. For a single last step, use `split_out`.",
@@ -210,7 +210,7 @@ def idle_threads(found: Findings) -> Bottleneck | None:
     waited = f", and waited most for {causes[0]}" if causes else ""
     return Bottleneck(
         "idle-threads",
-        f"{found.n_threads} threads ran tasks in {share_text(found.busy_share)} of the time"
+        f"{found.n_threads:,} threads ran tasks in {share_text(found.busy_share)} of the time"
         f"{waited}; the critical path computed {seconds_text(path_s)}, one task after another",
         "Divide the long tasks of the path, or run independent work beside them.",
         "",

@@ -150,13 +150,9 @@ class TaskStories:
         before = int(self._before[i])
         if before < 0:
             return None
-        return before if self._freed_the_only_thread(before) else None
-
-    def _freed_the_only_thread(self, i: int) -> bool:
-        """Return whether all threads of its worker ran tasks when a task ended."""
-        end_s = float(self._columns.tasks.end_s[i])
+        end_s = float(self._columns.tasks.end_s[before])
         covered = self._crowded(int(self._columns.tasks.process[i]))
-        return covered.between(end_s - _OFTEN_S, end_s) > 0
+        return before if covered.between(end_s - _OFTEN_S, end_s) > 0 else None
 
     def _while_running(self, i: int, back: Backwards) -> None:
         tasks = self._columns.tasks
@@ -232,15 +228,16 @@ class TaskStories:
         Return the task whose end made room.
         """
         tasks, process = self._columns.tasks, int(self._columns.tasks.process[i])
+        full = self._full(process)
         ready_s = float(tasks.ready_s[i])
         ended = self._by_known.within(process, ready_s + _INSTANT_S, back.now_s + _INSTANT_S)
         if len(ended) and tasks.known_s[ended[-1]] >= back.now_s - _OFTEN_S:
-            if self._freed_the_only_thread(last := int(ended[-1])):
-                back.to(tasks.known_s[last], SCHEDULER)
+            last, known_s = int(ended[-1]), float(tasks.known_s[ended[-1]])
+            if full.between(known_s - _INSTANT_S, known_s) > 0:
+                back.to(known_s, SCHEDULER)
                 return last
-        crowd = self._crowded(process)
-        taken_s = crowd.between(ready_s, back.now_s)
-        if crowd.between(back.now_s - _INSTANT_S, back.now_s) > 0:
+        taken_s = full.between(ready_s, back.now_s)
+        if full.between(back.now_s - _INSTANT_S, back.now_s) > 0:
             # It was assigned although no thread was free, so it had not waited for one.
             taken_s = 0.0
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
@@ -291,6 +288,15 @@ class TaskStories:
             n_threads = self._columns.n_threads(process)
             self._busy[process] = crowded(tasks.start_s[rows], tasks.end_s[rows], n_threads)
         return self._busy[process]
+
+    def _full(self, process: int) -> Coverage:
+        """Return when a worker had a task for each thread, as far as the scheduler knew."""
+        if ("full", process) not in self._covered:
+            tasks, rows = self._columns.tasks, self._by_process[process]
+            self._covered["full", process] = crowded(
+                tasks.assigned_s[rows], tasks.known_s[rows], self._columns.n_threads(process)
+            )
+        return self._covered["full", process]
 
     def _fetching(self, process: int) -> Coverage:
         hops = self._columns.hops

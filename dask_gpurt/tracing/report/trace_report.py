@@ -12,6 +12,7 @@ from dask_gpurt.tracing.report.critical_path import CriticalPath, critical_path
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.findings import Findings
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps, idle_gaps
+from dask_gpurt.tracing.report.processor_rules import processors
 from dask_gpurt.tracing.report.task_rows import TaskRow, task_rows
 from dask_gpurt.tracing.report.task_rules import TASK_RULES
 from dask_gpurt.tracing.report.task_stories import TaskStories
@@ -59,6 +60,8 @@ class TraceReport:
     @property
     def closing(self) -> str:
         """Return the sentence that stands where no rule found anything."""
+        if not self.tasks:
+            return "No task ran, so there is nothing to judge."
         said = "Nothing stands out: threads ran tasks in "
         said += f"{share_text(self.findings.busy_share)} of the time."
         if self.path.crowded_s >= self.wall_s / 2:
@@ -103,7 +106,8 @@ def report_of(trace: Trace) -> TraceReport:
         task_rows(columns),
         idle_gaps(columns, stories),
     )
-    found = [one for rule in (*TRANSFER_RULES, *TASK_RULES) if (one := rule(findings)) is not None]
+    rules = (*TRANSFER_RULES, *TASK_RULES, processors)
+    found = [one for rule in rules if (one := rule(findings)) is not None]
     # Threads are idle for a reason. If another rule knows it, that one says more.
     found = [one for one in found if one.rule != "idle-threads" or len(found) == 1]
     found.sort(key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)

@@ -85,7 +85,7 @@ def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
     if row.kind == FETCH:
         advice += " Placement that knows the links keeps tasks away from slow ones."
         setting = "gpurt.placement.policy: data-aware"
-    elif not _is_encoded(found):
+    elif _compression(found) not in ("lz4", "zstd"):
         advice += " Until then, compress what it carries."
         setting = _COMPRESS
     said += f"; the critical path waited {seconds_text(on_path_s)} for it"
@@ -97,19 +97,16 @@ def _link_busy_s(found: Findings, row: TransferRow) -> float:
     return sum(one.busy_s for one in found.transfers if one.is_hop and one.link == row.link)
 
 
-def _is_encoded(found: Findings) -> bool:
-    return any(row.kind == "codec" and row.source == "encode" for row in found.transfers)
+def _compression(found: Findings) -> str | None:
+    chosen = found.setting("gpurt.shuffle.compression")
+    return None if chosen is None else str(chosen)
 
 
 def compression(found: Findings) -> Bottleneck | None:
-    """Messages over slow links were not compressed, and nothing had decided against it."""
-    chosen = found.setting("gpurt.shuffle.compression")
+    """Compression is off, and links are slower than a codec."""
     rows = [row for row in found.transfers if row.is_network and row.kind == MESSAGE and row.rate]
-    if _is_encoded(found) or chosen in ("lz4", "zstd") or not rows:
+    if _compression(found) != "none" or not rows:
         return None
-    if chosen == "auto":
-        # It measures links. One without a figure is the only one that it never compresses for.
-        rows = [row for row in rows if not row.bandwidth]
     saved = []
     for row in rows:
         on_path_s = min(found.path.seconds(NETWORK, row.link), row.busy_s)
@@ -122,10 +119,10 @@ def compression(found: Findings) -> Bottleneck | None:
     _, row = max(saved, key=lambda pair: pair[0])
     return Bottleneck(
         "compression",
-        f"no message was compressed, and {row.link} carried only {rate_text(row.rate)}; half of "
-        f"the bytes would be {seconds_text(saves_s)} less on the critical path",
-        "Compress messages. If the data does not get smaller, the codec leaves it as it is.",
-        _COMPRESS,
+        f"compression is off, and {row.link} carried only {rate_text(row.rate)}; half of the "
+        f"bytes would be {seconds_text(saves_s)} less on the critical path",
+        "Let the runtime compress what gets smaller, where that is faster than the link.",
+        "gpurt.shuffle.compression: auto",
         saves_s,
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dask_gpurt.tracing.events import Instant, LinkFacts
+from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
@@ -15,6 +15,7 @@ from dask_gpurt.tracing.report.task_stories import (
     NETWORK,
     PEER,
     SCHEDULER,
+    WORKER,
 )
 from dask_gpurt.tracing.report.trace_report import TraceReport, report_of
 from tests.tracing.made_traces import MB, MadeTrace, ModelledShuffle
@@ -40,6 +41,7 @@ def slow_link() -> MadeTrace:
     model = ModelledShuffle(HOSTS, rates={("host1", "host2"): 100 * MB}, in_flight_nbytes=32 * MB)
     made = MadeTrace()
     made.trace = model.trace()
+    made.trace.about = {"settings": {"gpurt.shuffle.compression": "none"}}
     return made
 
 
@@ -205,6 +207,21 @@ def waits_for_memory() -> MadeTrace:
     return made
 
 
+def one_interpreter() -> MadeTrace:
+    """Four threads of two workers run all the time, one at a time on each."""
+    made = four_workers()
+    even_work(made, 8.0)
+    made.trace.samples = [Sample(i, "cpu", t / 2, 1.0) for t in range(17) for i in range(4)]
+    return made
+
+
+def full_hosts() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 8.0)
+    made.trace.samples = [Sample(i, "cpu", t / 2, 0.3) for t in range(17) for i in range(4)]
+    return made
+
+
 def restarted() -> MadeTrace:
     made = four_workers()
     even_work(made, 4.0)
@@ -230,6 +247,8 @@ PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
     "a slow client": ("client-bound", slow_client),
     "a chain of tasks": ("idle-threads", serial_chain),
     "no memory": ("memory-wait", waits_for_memory),
+    "one interpreter": ("processors", one_interpreter),
+    "full hosts": ("processors", full_hosts),
     "a restart": ("restarts", restarted),
 }
 
@@ -244,6 +263,7 @@ SAVES = {
     "scheduler-bound": (SCHEDULER,),
     "too-many-partitions": (SCHEDULER,),
     "client-bound": (CLIENT,),
+    "processors": (COMPUTING, WORKER),
 }
 
 
@@ -297,6 +317,7 @@ def test_a_healthy_shuffle_has_no_bottleneck(model):
 def test_busy_workers_have_no_bottleneck():
     made = four_workers()
     even_work(made, 6.0)
+    made.trace.samples = [Sample(i, "cpu", t / 2, 1.9) for t in range(13) for i in range(4)]
     assert report_of(made.trace).bottlenecks == []
 
 
@@ -304,12 +325,10 @@ def test_an_empty_trace_has_no_bottleneck():
     assert report_of(MadeTrace().trace).bottlenecks == []
 
 
-def test_compression_that_auto_refused_is_not_proposed():
+@pytest.mark.parametrize("about", [{}, {"settings": {"gpurt.shuffle.compression": "auto"}}])
+def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
-    made.trace.about = {"settings": {"gpurt.shuffle.compression": "auto"}}
-    made.trace.links = [
-        LinkFacts(a, b, "tcp", 100 * MB) for a, b in (("host1", "host2"), ("host2", "host1"))
-    ]
+    made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
 
 

@@ -32,6 +32,7 @@ ol.verdict p { margin: .3rem 0 0; }
 code { display: inline-block; margin-top: .5rem; padding: .15rem .5rem; border-radius: .3rem;
   background: var(--page); border: 1px solid var(--rule);
   font: .85rem ui-monospace, Menlo, Consolas, monospace; }
+code.name { margin: 0; padding: 0 .2rem; }
 svg { display: block; width: 100%; shape-rendering: crispEdges; }
 .strip { height: 2.25rem; border-radius: .3rem; overflow: hidden; }
 .use { height: 1.6rem; border-bottom: 1px solid var(--rule); background: var(--page); }

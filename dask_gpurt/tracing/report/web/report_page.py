@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from html import escape
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
@@ -88,11 +89,15 @@ def _bottleneck(one: Bottleneck) -> str:
     if one.saves_s is not None:
         saves = f'<span class="saves">saves up to {seconds_text(one.saves_s)}</span>'
     setting = f"<code>{text_html(one.setting)}</code>" if one.setting else ""
-    evidence = text_html(one.evidence[:1].upper() + one.evidence[1:], 1000)
     return (
         f'<li class="box" id="{escape(one.rule)}">{saves}<b>{escape(one.rule)}</b>'
-        f"<p>{evidence}.</p><p>{text_html(one.advice, 1000)}</p>{setting}</li>"
+        f"<p>{text_html(one.evidence, 1000)}.</p><p>{_advice(one.advice)}</p>{setting}</li>"
     )
+
+
+def _advice(advice: str) -> str:
+    """Return advice, with names of functions between backticks set apart."""
+    return re.sub("`([^`]+)`", r'<code class="name">\1</code>', text_html(advice, 1000))
 
 
 def _path(report: TraceReport) -> str:
