@@ -35,12 +35,6 @@ is_on = os.environ["DASK_GPURT__ENABLED"] == "true"
 """
 
 
-@pytest.fixture
-def shell(shell: Shell) -> Shell:
-    # Two clusters one after the other, on a busy machine.
-    return shell
-
-
 def compared(shell: Shell, *args: str, stdin: str = "") -> tuple[Outcome, Any]:
     sizes = ["--n-workers", "2", "--threads", "1", "--repeats", "1"]
     outcome = shell.gpurt("compare", "--json", *sizes, *args, stdin=stdin)
@@ -123,7 +117,7 @@ def test_a_failure_of_the_runtime_alone_comes_first(shell: Shell) -> None:
     shell.write("script.py", IS_ON + "print('a')\nif is_on:\n    raise KeyError('broken')")
     outcome = shell.gpurt("compare", "script.py")
     assert outcome.code == 1
-    first, second, *rest = outcome.out.splitlines()
+    _, second, *rest = outcome.out.splitlines()
     assert second == "  IT FAILS WITH DASK_GPURT ALONE, with exit status 1:"
     assert "KeyError: 'broken'" in outcome.out
     assert "`dask gpurt support-bundle`" in rest[-1]

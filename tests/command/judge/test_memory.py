@@ -11,9 +11,10 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import Client, Event, LocalCluster, get_worker, wait
 
 import dask_gpurt
+from dask_gpurt.plugins.worker import runtime_of
 from tests.command.conftest import Outcome, Shell
 
 pytestmark = pytest.mark.cluster
@@ -72,7 +73,9 @@ def test_known_bytes_show_up_in_their_part(shell: Shell, client: Client, is_on: 
         dask_gpurt.enable(client)
     first = measured(shell, client)
     assert first["active"] == is_on
-    first = measured(shell, client)  # now everything is imported there
+    # Now everything that the command and this test import is imported there.
+    client.submit(keep, 1).result()
+    first = measured(shell, client)
     held = client.submit(np.ones, 100 * MB // 8, pure=False)
     wait(held)
     second = measured(shell, client)
@@ -108,25 +111,49 @@ def test_a_shuffle_leaves_warm_pools(shell: Shell, client: Client) -> None:
         lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a")
         assert lazy.map_partitions(len, meta=(None, int)).compute().sum() == 4_000_000
     after = measured(shell, client)
-    idle = after["parts"]["idle_pool"]
-    # 64 MB of shards were in pages that stay.
-    assert 50 * MB < idle < 150 * MB
+    # 64 MB of shards were in pages that stay, and these are resident.
+    assert after["parts"]["idle_pool"] == client.submit(idle_nbytes).result() > 50 * MB
+    assert after["parts"]["overlap"] == 0
+    assert after["parts"]["rest"] > before["parts"]["rest"] - NEAR
     assert after["parts"]["shards"] == before["parts"]["shards"] == 0
     text = memory(shell, client).out
     assert "warm pools" in text
     assert "freed a minute after the last shuffle" in text
 
 
+def idle_nbytes() -> int:
+    links = runtime_of(get_worker()).links
+    return runtime_of(get_worker()).pool.idle_nbytes + links.outgoing.idle_nbytes
+
+
+def held_up(part: pd.DataFrame) -> int:
+    Event("over").wait()
+    return len(part)
+
+
 def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
     dask_gpurt.enable(client)
     with dask.config.set({"dataframe.shuffle.method": "p2p"}):
         lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a", npartitions=8)
-        # One output holds the barrier's run open, with the shards of the others.
-        first = client.persist(lazy.partitions[[0]])
-        wait(first)
-        found = measured(shell, client)
-    assert found["parts"]["shards"] + found["parts"]["idle_pool"] > 20 * MB
-    assert found["parts"]["outputs"] > 0
+        # With one thread, the first outputs hold up the others, whose shards wait.
+        lengths = client.compute(lazy.map_partitions(held_up, meta=(None, int)))
+    client.run_on_scheduler(when_held_up)
+    found = measured(shell, client)
+    Event("over", client=client).set()
+    assert lengths.result().sum() == 4_000_000
+    assert 20 * MB < found["parts"]["shards"] < 70 * MB
+    assert found["tasks_running"] == 1
+
+
+async def when_held_up(dask_scheduler: Any) -> None:
+    import asyncio
+
+    def is_held_up() -> bool:
+        running = [key for ws in dask_scheduler.workers.values() for key in ws.processing]
+        return any("held_up" in str(one.key) for one in running)
+
+    while not is_held_up():
+        await asyncio.sleep(0.01)
 
 
 def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:
@@ -140,23 +167,18 @@ def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:
     assert shell.gpurt("memory").code == 2
 
 
-def fail_to_load(dask_worker: Any) -> None:
-    """Have this process fail to import the package, as if it were not installed."""
-    import sys
-
-    for name in [*sys.modules]:
-        if name.startswith("dask_gpurt"):
-            del sys.modules[name]
-    sys.modules["dask_gpurt"] = None  # type: ignore[assignment]
+def hide(dask_worker: Any) -> None:
+    """Have a worker report its versions as if the package were not installed there."""
+    found = dask_worker.handlers["versions"](packages=[])
+    dask_worker.handlers["versions"] = lambda packages: found
 
 
 def test_a_worker_without_the_package_has_dasks_figures(shell: Shell, client: Client) -> None:
     held = client.submit(np.ones, 100 * MB // 8)
     wait(held)
-    client.run(fail_to_load)
+    client.run(hide)
     (one,) = memory(shell, client, "--json").json.values()
-    assert "dask_gpurt" in one["problem"]
+    assert "dask-gpurt" in one["problem"]
     assert sum(one["parts"].values()) == one["resident_nbytes"]
     assert one["parts"].keys() == {"outputs", "rest"}
     assert "by Dask's own figures" in memory(shell, client).out
-    del held
