@@ -166,7 +166,9 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
         "small-messages",
         f"{_name(one)} moved {_size(one['nbytes'])} in {n_in:,} input and {n_out:,} output "
         f"partitions, and {one['messages']:,} messages of {_size(message)} on average",
-        "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
+        "Use larger chunks on both sides of the rechunk."
+        if one["kind"] == "array"
+        else "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
         "`blocksize`, and pass a smaller `npartitions` to it.",
         "",
         saved_s,
