@@ -9,11 +9,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
 
-def terminal_width() -> int | None:
-    """Return the columns of the terminal on standard output, or None if it is not a terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Return the columns of the terminal on a stream, or None if it is not a terminal.
+
+    Parameters
+    ----------
+    stream
+        By default, standard output.
+    """
+    is_terminal = (stream or sys.stdout).isatty()
+    return shutil.get_terminal_size().columns if is_terminal else None
 
 
 def wrapped(

@@ -25,6 +25,7 @@ import dask.config
 from dask_gpurt import config
 from dask_gpurt.command import lazy_client, observe, run_report
 from dask_gpurt.command.embedded import EmbeddedCluster
+from dask_gpurt.command.layout import terminal_width
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.command.script import (
     INTERRUPTED,
@@ -122,7 +123,8 @@ class _Session:
                 report["notes"].append(f"the report was not written: {error}")
         # The script may have closed or replaced stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(run_report.as_text(report), file=sys.stderr, flush=True)
+            text = run_report.as_text(report, terminal_width(sys.stderr))
+            print(text, file=sys.stderr, flush=True)
         if (written := getattr(self._recorder, "written", None)) is not None:
             said = written()
             with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -129,7 +129,7 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         for one in found["fallbacks"]:
             text = f"{one['what']} ({times(one['count'])}): {one['why']}"
             lines += wrapped(text, width, "  ", "    ")
-    if judged := found.get("verdict"):
+    if (judged := found.get("verdict")) and judged["text"]:
         lines += ["", "verdict", *verdict.as_lines(judged["text"], width)]
     return "\n".join(lines)
 

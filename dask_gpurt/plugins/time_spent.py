@@ -6,7 +6,6 @@ So the sums cost nothing more, and they include workers that left. `tracing.live
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +63,14 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
     Returns
     -------
     dict
-        `load`, with the seconds of the process on a processor (`process_s`), those of tasks
-        (`task_s`), `threads`, the processors that the host lets this process use (`cores`), and
-        the `untold` part of `SPENT`, which the next heartbeat will tell the scheduler.
+        `load`, with the seconds of tasks (`task_s`), `threads`, the processors that the host lets
+        this process use (`cores`), and the `untold` part of `SPENT`, which the next heartbeat will
+        tell the scheduler.
     """
     return {
         "load": {
             "threads": dask_worker.state.nthreads,
             "cores": CPU_COUNT,
-            "process_s": time.process_time(),
             "task_s": spent(dask_worker.digests_total)["task_s"],
             "untold": spent(dask_worker.digests_total_since_heartbeat),
         }

@@ -63,6 +63,8 @@ def nothing_stands_out(facts: LiveFacts) -> str:
         share = min(1.0, facts.working_s / facts.threads / facts.period_s)
         n = facts.threads
         parts.append(f"{n} {_plural('thread', n)} worked {share:.0%} of {facts.period_s:.1f} s")
+        if facts.wall_s is not None and share < 0.5:
+            parts[-1] += " (otherwise the program itself or Dask's scheduler did)"
     waited_s = facts.spent["task_s"] - facts.working_s
     parts.append(f"tasks waited {waited_s:.1f} s for peers, memory and disk")
     sending = [one["longest_sender"][2] for one in facts.shuffles if one["longest_sender"]]
@@ -164,7 +166,9 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
         "small-messages",
         f"{_name(one)} moved {_size(one['nbytes'])} in {n_in:,} input and {n_out:,} output "
         f"partitions, and {one['messages']:,} messages of {_size(message)} on average",
-        "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
+        "Use larger chunks on both sides of the rechunk."
+        if one["kind"] == "array"
+        else "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
         "`blocksize`, and pass a smaller `npartitions` to it.",
         "",
         saved_s,

@@ -17,6 +17,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.command.judge import verdict
+from dask_gpurt.tracing import live_rules
 from tests.failure import gates
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 
@@ -147,6 +149,22 @@ def test_released_reads_are_repeated_with_the_second_run(
 ) -> None:
     first = seen(shuffled, "first")
     assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 1)
+
+
+def test_the_verdict_names_the_attempt_that_did_not_count(
+    cluster: LocalCluster,
+    client: Client,
+    shuffled: list[Any],
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_rules, "LEAST_S", 1e-9)
+    monkeypatch.setattr(live_rules, "LEAST_SHARE", 0.0)
+    first = seen(shuffled, "first")
+    assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 1)
+    found = verdict.of_status(dask_gpurt.status(client))["bottlenecks"]
+    (one,) = (one for one in found if one["rule"] == "restarts")
+    assert one["evidence"].startswith("1 attempt at shuffles did not count: shuffle ")
 
 
 def test_shuffle_that_consumed_the_first_run_restarts(

@@ -23,6 +23,7 @@ def run(**changes: Any) -> dict[str, Any]:
     one = {
         "id": "0123456789abcdef",
         "run": 1,
+        "kind": "pandas.DataFrame",
         "nbytes": 8 * 10**9,
         "sent_nbytes": 6 * 10**9,
         "raw_nbytes": 4 * 10**9,

@@ -13,8 +13,13 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-from dask_gpurt.command.connect import ANSWER_TIMEOUT_S, ConnectError, address_of, connected
-from dask_gpurt.command.connect import ask_workers as asked
+from dask_gpurt.command.connect import (
+    ANSWER_TIMEOUT_S,
+    ConnectError,
+    address_of,
+    ask_workers,
+    connected,
+)
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import aligned, terminal_width, wrapped
 
@@ -52,7 +57,7 @@ async def _measured(client: Any, wanted: str | None) -> dict[str, Any]:
     """Return the figures of each worker by address."""
     from distributed.protocol.pickle import dumps
 
-    from dask_gpurt.plugins import activation
+    from dask_gpurt.plugins import bootstrap
     from dask_gpurt.plugins.memory_parts import memory_parts
 
     known = (await client.scheduler.identity(n_workers=-1))["workers"]
@@ -64,7 +69,6 @@ async def _measured(client: Any, wanted: str | None) -> dict[str, Any]:
     if wanted is not None and not chosen:
         names = ", ".join(sorted(known))
         raise ConnectError(f"there is no worker {wanted!r}", f"there are: {names or 'none'}")
-    differs = await activation.scheduler_differs(client)
     message = {
         "op": "run",
         "function": dumps(memory_parts),
@@ -73,16 +77,22 @@ async def _measured(client: Any, wanted: str | None) -> dict[str, Any]:
         "wait": True,
     }
 
+    async def answer(address: str, message: dict[str, Any]) -> Any:
+        found = await ask_workers(client, message, [address], ANSWER_TIMEOUT_S)
+        return (found or {}).get(address)
+
     async def one(address: str, about: Mapping[str, Any]) -> dict[str, Any]:
+        # A function that a worker cannot load would be an error in its log.
+        said = await answer(address, {"op": "versions", "packages": [bootstrap.PACKAGE]})
+        if said is None:
+            return _of_dask(about, "it does not answer")
+        differs = bootstrap.difference(said["packages"], bootstrap.installed())
         if differs is not None:
             return _of_dask(about, differs)
-        answers = await asked(client, message, [address], ANSWER_TIMEOUT_S)
-        answer = (answers or {}).get(address)
-        if answer is None:
-            return _of_dask(about, "it does not answer")
-        if answer["status"] != "OK":
-            return _of_dask(about, str(answer.get("exception", answer["status"])))
-        return {"name": str(about["name"]), "problem": None, **answer["result"]}
+        measured = await answer(address, message)
+        if measured is None or measured["status"] != "OK":
+            return _of_dask(about, "it could not be asked; its log says why")
+        return {"name": str(about["name"]), "problem": None, **measured["result"]}
 
     results = await asyncio.gather(*(one(*pair) for pair in chosen.items()))
     return dict(zip(chosen, results, strict=True))

@@ -17,9 +17,14 @@ from dask_gpurt.command.observe import CounterSnapshot
 from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
 from dask_gpurt.tracing.live_rules import bottlenecks, verdict_lines
 
+#: The verdict where nothing was measured.
+_NONE: dict[str, Any] = {"bottlenecks": [], "text": []}
+
 
 def of_status(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the verdict on a cluster since the runtime was switched on."""
+    """Return the verdict on a cluster since the runtime was switched on; none if it is off."""
+    if not status["active"]:
+        return _NONE
     loads = {address: report["load"] for address, report in status["workers"].items() if report}
     n_threads, n_cores = cluster_size(loads)
     return _verdict(
@@ -36,7 +41,10 @@ def of_status(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
-    """Return the verdict on a program that took `wall_s`."""
+    """Return the verdict on a program that took `wall_s`; none if it was not measured."""
+    is_active = any(one["active"] for one in snapshot.clusters)
+    if not is_active and not snapshot.spent.get("task_s"):
+        return _NONE
     n_threads, n_cores = cluster_size(snapshot.loads)
     return _verdict(
         LiveFacts(

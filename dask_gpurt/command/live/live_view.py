@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dask_gpurt.command import progress, run_report
+from dask_gpurt.command import layout, progress, run_report
 from dask_gpurt.command.live import progress_html
 from dask_gpurt.command.observe import CounterSnapshot
 
@@ -86,4 +86,5 @@ class TerminalView:
     def close(self, report: dict[str, Any]) -> None:
         """Wipe the line and print the report."""
         self._line.stop()
-        print(run_report.as_text(report), file=sys.stderr, flush=True)
+        text = run_report.as_text(report, layout.terminal_width(sys.stderr))
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,184 @@
+"""`dask gpurt memory` names what takes a worker's memory: known bytes show up in their part."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, Event, LocalCluster, get_worker, wait
+
+import dask_gpurt
+from dask_gpurt.plugins.worker import runtime_of
+from tests.command.conftest import Outcome, Shell
+
+pytestmark = pytest.mark.cluster
+
+MB = 10**6
+#: Other parts of the process change meanwhile.
+NEAR = 6 * MB
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """A client of a worker in a process of its own."""
+    options = {"n_workers": 1, "threads_per_worker": 1, "memory_limit": "2 GB"}
+    with (
+        LocalCluster(dashboard_address=":0", **options) as cluster,
+        Client(cluster) as client,
+    ):
+        # What the command itself imports on a worker.
+        client.submit(np.ones, 10).result()
+        yield client
+
+
+def memory(shell: Shell, client: Client, *args: str) -> Outcome:
+    outcome = shell.gpurt("memory", "--scheduler", client.cluster.scheduler_address, *args)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def measured(shell: Shell, client: Client) -> dict[str, Any]:
+    (one,) = memory(shell, client, "--json").json.values()
+    assert one["problem"] is None
+    assert sum(one["parts"].values()) == one["resident_nbytes"]
+    return dict(one)
+
+
+def grown(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """Return the parts that have grown or shrunk."""
+    change = {name: n - before["parts"][name] for name, n in after["parts"].items()}
+    return {name: n for name, n in change.items() if abs(n) > NEAR}
+
+
+def keep(n: int) -> None:
+    builtins.kept_by_test = np.ones(n)  # type: ignore[attr-defined]
+
+
+def leave_free(nbytes: int) -> None:
+    """Allocate small blocks and free them, below one that stays: the heap cannot shrink."""
+    blocks = [bytes(3000) for _ in range(nbytes // 3000)]
+    builtins.last_of_test = bytes(3000)  # type: ignore[attr-defined]
+    del blocks
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_known_bytes_show_up_in_their_part(shell: Shell, client: Client, is_on: bool) -> None:
+    if is_on:
+        dask_gpurt.enable(client)
+    first = measured(shell, client)
+    assert first["active"] == is_on
+    # Now everything that the command and this test import is imported there.
+    client.submit(keep, 1).result()
+    first = measured(shell, client)
+    held = client.submit(np.ones, 100 * MB // 8, pure=False)
+    wait(held)
+    second = measured(shell, client)
+    assert grown(first, second) == {"outputs": pytest.approx(100 * MB, abs=NEAR)}
+    assert second["prefixes"][0][:2] == ["ones", 100 * MB]
+    client.submit(keep, 80 * MB // 8).result()
+    third = measured(shell, client)
+    assert grown(second, third) == {"rest": pytest.approx(80 * MB, abs=NEAR)}
+    client.submit(leave_free, 120 * MB).result()
+    fourth = measured(shell, client)
+    assert grown(third, fourth) == {"allocator": pytest.approx(120 * MB, abs=NEAR)}
+    del held
+    client.run(wait_for_empty)
+    assert measured(shell, client)["parts"]["outputs"] == 0
+
+
+async def wait_for_empty(dask_worker: Any) -> None:
+    import asyncio
+
+    while any(not str(key).startswith("_") for key in dask_worker.data):
+        await asyncio.sleep(0.01)
+
+
+def make(number: int) -> pd.DataFrame:
+    rng = np.random.default_rng(number)
+    return pd.DataFrame({"a": rng.integers(0, 10**9, 500_000), "b": rng.random(500_000)})
+
+
+def test_a_shuffle_leaves_warm_pools(shell: Shell, client: Client) -> None:
+    dask_gpurt.enable(client)
+    before = measured(shell, client)
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a")
+        assert lazy.map_partitions(len, meta=(None, int)).compute().sum() == 4_000_000
+    after = measured(shell, client)
+    # 64 MB of shards were in pages that stay, and these are resident.
+    assert after["parts"]["idle_pool"] == client.submit(idle_nbytes).result() > 50 * MB
+    assert after["parts"]["overlap"] == 0
+    assert after["parts"]["rest"] > before["parts"]["rest"] - NEAR
+    assert after["parts"]["shards"] == before["parts"]["shards"] == 0
+    text = memory(shell, client).out
+    assert "warm pools" in text
+    assert "freed a minute after the last shuffle" in text
+
+
+def idle_nbytes() -> int:
+    links = runtime_of(get_worker()).links
+    return runtime_of(get_worker()).pool.idle_nbytes + links.outgoing.idle_nbytes
+
+
+def held_up(part: pd.DataFrame) -> int:
+    Event("over").wait()
+    return len(part)
+
+
+def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
+    dask_gpurt.enable(client)
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a", npartitions=8)
+        # With one thread, the first outputs hold up the others, whose shards wait.
+        lengths = client.compute(lazy.map_partitions(held_up, meta=(None, int)))
+    client.run_on_scheduler(when_held_up)
+    found = measured(shell, client)
+    Event("over", client=client).set()
+    assert lengths.result().sum() == 4_000_000
+    assert 20 * MB < found["parts"]["shards"] < 70 * MB
+    assert found["tasks_running"] == 1
+
+
+async def when_held_up(dask_scheduler: Any) -> None:
+    import asyncio
+
+    def is_held_up() -> bool:
+        running = [key for ws in dask_scheduler.workers.values() for key in ws.processing]
+        return any("held_up" in str(one.key) for one in running)
+
+    while not is_held_up():
+        await asyncio.sleep(0.01)
+
+
+def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:
+    address = client.cluster.scheduler_address
+    (worker,) = client.scheduler_info()["workers"]
+    for name in ("0", worker):
+        assert worker in memory(shell, client, "--worker", name).out
+    outcome = shell.gpurt("memory", "--scheduler", address, "--worker", "absent")
+    assert outcome.code == 2
+    assert f"there is no worker 'absent'; there are: {worker}" in outcome.err
+    assert shell.gpurt("memory").code == 2
+
+
+def hide(dask_worker: Any) -> None:
+    """Have a worker report its versions as if the package were not installed there."""
+    found = dask_worker.handlers["versions"](packages=[])
+    dask_worker.handlers["versions"] = lambda packages: found
+
+
+def test_a_worker_without_the_package_has_dasks_figures(shell: Shell, client: Client) -> None:
+    held = client.submit(np.ones, 100 * MB // 8)
+    wait(held)
+    client.run(hide)
+    (one,) = memory(shell, client, "--json").json.values()
+    assert "dask-gpurt" in one["problem"]
+    assert sum(one["parts"].values()) == one["resident_nbytes"]
+    assert one["parts"].keys() == {"outputs", "rest"}
+    assert "by Dask's own figures" in memory(shell, client).out
