@@ -1,0 +1,91 @@
+"""Commands that need no cluster: `report` and `convert` for traces, `occupancy`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dask_gpurt.cli.group import CONTEXT, fail, gpurt, json_flag
+
+
+@gpurt.command(context_settings=CONTEXT)
+@json_flag
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT",
+    help="Write the report to OUT, as one HTML page.",
+)
+@click.argument("file", type=click.Path(path_type=Path))
+def report(file: Path, as_json: bool, html: Path | None) -> None:
+    """Show where the time of a traced program went, and which changes help.
+
+    FILE is a trace. No cluster is needed.
+    """
+    from dask_gpurt.command.traces.show_report import show
+
+    try:
+        code = show(file, as_json, html)
+    except OSError as error:
+        code = fail("report", error)
+    sys.exit(code)
+
+
+@gpurt.command(context_settings=CONTEXT)
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--join",
+    "ours",
+    type=click.Path(path_type=Path),
+    metavar="TRACE",
+    help="Trace of a cluster. The new file has it too, on its clock.",
+)
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="File to write.")
+def convert(files: tuple[Path, ...], ours: Path | None, out: Path) -> None:
+    """Turn FILES, exports of Nsight Systems, into one trace, or join them to a trace of a cluster.
+
+    FILES are .sqlite files that `nsys export` wrote. A single trace can be named as well, to change
+    its format. The ending of the output decides: .json.gz, .json, .perfetto-trace or .pftrace.
+    """
+    from dask_gpurt.command.traces.convert import convert as convert_files
+    from dask_gpurt.errors import TraceFileError
+
+    try:
+        click.echo(convert_files(files, out, ours))
+    except TraceFileError as error:
+        sys.exit(fail("convert", error))
+
+
+@gpurt.command(context_settings=CONTEXT)
+@click.option("--gpu", required=True, metavar="NAME", help="Name of the GPU, such as H200.")
+@click.option("--threads", required=True, type=click.IntRange(1), help="Threads per block.")
+@click.option("--registers", required=True, type=click.IntRange(0), help="Registers per thread.")
+@click.option("--static", type=click.IntRange(0), default=0, help="Static shared memory per block.")
+@click.option(
+    "--dynamic", type=click.IntRange(0), default=0, help="Dynamic shared memory per block."
+)
+@click.option("--leave", type=click.IntRange(1), metavar="K", help="Plan for K resident blocks.")
+@json_flag
+def occupancy(
+    gpu: str,
+    threads: int,
+    registers: int,
+    static: int,
+    dynamic: int,
+    leave: int | None,
+    as_json: bool,
+) -> None:
+    """Compute how many blocks of a kernel fit on a multiprocessor of a GPU, and what limits them.
+
+    With --leave, also compute the dynamic shared memory at which only K blocks fit. The figures
+    come from a table; no GPU is needed.
+    """
+    from dask_gpurt.command.occupancy import UnknownGpuError, show
+
+    try:
+        code = show(gpu, threads, registers, static, dynamic, leave, as_json)
+    except UnknownGpuError as error:
+        code = fail("occupancy", error)
+    sys.exit(code)

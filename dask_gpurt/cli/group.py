@@ -1,0 +1,110 @@
+"""The group of the ``dask gpurt`` commands, and what several of them have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dask_gpurt import __version__
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 88}
+#: For commands with a script, whose options come after its name.
+WITH_SCRIPT = {**CONTEXT, "allow_interspersed_args": False}
+
+#: Exit status for an unusable address, a missing file or a wrong option.
+_BAD_USAGE = 2
+
+
+def fail(command: str, error: Exception) -> int:
+    """Print an error, and return the exit status."""
+    click.echo(f"dask gpurt {command}: {error}", err=True)
+    return _BAD_USAGE
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="dask-gpurt")
+def gpurt() -> None:
+    """Speed up Dask's shuffles without changing the program."""
+
+
+def of_cluster(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that name a cluster, and the keys to one that speaks TLS."""
+
+    @functools.wraps(command)
+    def with_keys(
+        tls_ca_file: Path | None, tls_cert: Path | None, tls_key: Path | None, **options: Any
+    ) -> None:
+        from dask_gpurt.command.connect import tls_keys
+
+        with tls_keys(tls_ca_file, tls_cert, tls_key):
+            command(**options)
+
+    key = click.Path(exists=True, dir_okay=False, path_type=Path)
+    for option in (
+        click.option("--tls-key", type=key, metavar="FILE", help="Private key, in PEM format."),
+        click.option("--tls-cert", type=key, metavar="FILE", help="Certificate, in PEM format."),
+        click.option(
+            "--tls-ca-file",
+            type=key,
+            metavar="FILE",
+            help="Certificates of authorities, in PEM format. Needed for tls:// addresses.",
+        ),
+        click.option(
+            "--scheduler-file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Scheduler file.",
+        ),
+        click.option(
+            "--scheduler",
+            metavar="ADDR",
+            help="Address of the scheduler, such as tcp://10.0.0.1:8786.",
+        ),
+    ):
+        with_keys = option(with_keys)
+    return with_keys
+
+
+def trace_file(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options about the file of a trace."""
+    keys = click.option(
+        "--keys",
+        type=click.Choice(["prefix", "full"]),
+        default="prefix",
+        show_default=True,
+        help="Whether the file has whole keys of tasks, which may hold user data.",
+    )
+    out = click.option(
+        "-o",
+        "--out",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=Path("gpurt-trace.json.gz"),
+        show_default=True,
+        metavar="FILE",
+        help="File of the trace; its ending says the format.",
+    )
+    return out(keys(command))
+
+
+def with_script(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the script and its arguments, and the size of the cluster for a script without one."""
+    for option in (
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+        click.argument("script"),
+        click.option(
+            "-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module."
+        ),
+        click.option(
+            "--threads", type=click.IntRange(1), metavar="N", help="Threads of each worker."
+        ),
+        click.option("--n-workers", type=click.IntRange(1), metavar="N", help="Worker processes."),
+    ):
+        command = option(command)
+    return command
+
+
+json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
