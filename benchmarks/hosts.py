@@ -67,15 +67,21 @@ def shape(names: list[str], rate: str | None) -> None:
 
 
 @contextlib.contextmanager
-def cluster(names: list[str], workers_each: int = 1) -> Iterator[Client]:
-    """Start a scheduler here, and `workers_each` workers of one thread on each host."""
+def cluster(
+    names: list[str], workers_each: int = 1, addresses: list[str] | None = None
+) -> Iterator[Client]:
+    """Start a scheduler here, and `workers_each` workers of one thread on each host.
+
+    Workers listen at the addresses of their hosts; by default those on the bridge.
+    """
+    addresses = addresses or [f"{NETWORK}.{number}" for number in range(1, len(names) + 1)]
     scheduler = {"cls": Scheduler, "options": {"host": f"{NETWORK}.254", "dashboard": False}}
     with SpecCluster(workers={}, scheduler=scheduler, silence_logs=50) as made:
         address = made.scheduler_address
         processes = []
         try:
-            for number, name in enumerate(names, 1):
-                options = f"--host {NETWORK}.{number} --nthreads 1 --no-nanny --no-dashboard"
+            for name, host in zip(names, addresses, strict=True):
+                options = f"--host {host} --nthreads 1 --no-nanny --no-dashboard"
                 worker = f"{sys.executable} -m dask worker {address} {options} &"
                 # Processes of a host see each other, and none of another host: they share memory
                 # as they would on real hosts.
