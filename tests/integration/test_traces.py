@@ -15,6 +15,7 @@ from distributed.utils_test import gen_cluster, inc
 
 import dask_gpurt
 from dask_gpurt.errors import TraceInProgressError, TracingError
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.tracing import traced_worker
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.worker import runtime_of
@@ -311,6 +312,51 @@ async def test_broadcasts_are_in_a_lane_of_their_own(c, s, *workers):
     sent = [one for one in traced.trace.work if one.lane == "collective"]
     assert sum(one.nbytes for one in sent if one.path == "broadcast") >= 2 * (8 << 20)
     assert {one.peer for one in sent} <= {one.address for one in workers}
+
+
+DESCRIBED = """
+hosts:
+- {name: one, addresses: [127.0.0.1], numa: [{name: n, memory: 1 GiB}]}
+- {name: two, addresses: [127.0.0.2], numa: [{name: n, memory: 1 GiB}]}
+links:
+- {between: [one/n, two/n], kind: tcp, bandwidth: 1 GB/s, latency: 1 us}
+"""
+
+
+def test_described_links_are_in_the_trace(tmp_path, file):
+    (tmp_path / "machines.yaml").write_text(DESCRIBED)
+    config = ON | {"gpurt.topology.file": str(tmp_path / "machines.yaml")}
+
+    @gen_cluster(client=True, nthreads=FOUR, config=config)
+    async def test(c, s, *workers):
+        async with dask_gpurt.trace(c, file) as traced:
+            await c.submit(inc, 1)
+        links = {(one.source, one.target): one.bandwidth for one in traced.trace.links}
+        assert links == dict.fromkeys((("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")), 1e9)
+
+    test()
+
+
+@gen_cluster(client=True, nthreads=TWO, config=ON | {"gpurt.shuffle.transport": "comm"})
+async def test_messages_sent_again_have_one_number(c, s, *workers):
+    receive, n_lost = ExchangeRun.receive, []
+
+    async def with_lost_answers(run, data):
+        answer = await receive(run, data)
+        if "header" in data and len(n_lost) < 3:
+            n_lost.append(data["message"])
+            raise OSError("the answer is lost")
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExchangeRun, "receive", with_lost_answers)
+        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+            await c.compute(shuffled())
+    trace = traced.trace
+    assert len(n_lost) == 3
+    assert_messages_match(trace)
+    numbers = Counter((one.peer, one.message) for one in trace.work if one.path == "receive")
+    assert sum(numbers.values()) > len(numbers), "some came twice"
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)

@@ -25,7 +25,7 @@ from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.tracing.trace_session import TraceSession
 from dask_gpurt.tracing import files, merge
 from dask_gpurt.tracing.clocks import ClockExchange
-from dask_gpurt.tracing.events import Trace
+from dask_gpurt.tracing.events import LinkFacts, Trace
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -229,6 +229,7 @@ class ClusterTrace:
             found["began_s"],
             found["ended_s"],
             found["began_utc_s"],
+            links=[LinkFacts(source, target, "", rate) for source, target, rate in found["links"]],
             about=about,
         )
 

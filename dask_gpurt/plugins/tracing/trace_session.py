@@ -27,6 +27,7 @@ from dask_gpurt.errors import ActivationError, ProtocolError, TraceInProgressErr
 from dask_gpurt.plugins import bootstrap, request_checks
 from dask_gpurt.plugins.tracing.clock_exchanges import N_AT_ENDS, Clocks
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
+from dask_gpurt.plugins.tracing.known_links import known_links
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.tracing.task_events import TaskEvents
 from dask_gpurt.plugins.tracing.trace_bootstrap import TracePlugin
@@ -247,6 +248,7 @@ class TraceSession(SchedulerPlugin):
                 "ended": self._recorder.ended,
             },
             "workers": [one.plain() for one in self._workers],
+            "links": known_links(self.scheduler, self._workers),
             "versions": {
                 "dask_gpurt": dask_gpurt.__version__,
                 "distributed": distributed.__version__,
