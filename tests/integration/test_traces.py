@@ -181,7 +181,26 @@ async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(TracingError, match="the client was closed"):
             async with dask_gpurt.trace(c, f"{folder}/1"):
+                session = s.extensions[TRACE]
                 await c.close()
+        await asyncio.wait_for(until(lambda: session._closing is not None), 30)
+        await session._closing
+        nothing_is_left(s, *workers)
+
+
+@gen_cluster(client=True, nthreads=TWO, config=ON)
+async def test_workers_may_close_while_a_trace_ends(c, s, *workers):
+    """A trace leaves the extensions of a worker alone that goes through them."""
+    async with Client(s.address, asynchronous=True) as other:
+        await dask_gpurt.trace(other, "x").__aenter__()
+        traced = [one.extensions[TRACE] for one in workers]
+    detaching = [asyncio.create_task(one.detach()) for one in traced]
+    # Each has begun to end its recording.
+    await asyncio.sleep(0)
+    await asyncio.gather(*(one.close() for one in workers))
+    await asyncio.gather(*detaching)
+    assert [one.status.name for one in workers] == ["closed"] * len(workers)
+    assert not list(trace_files(*(one.local_directory for one in workers)))
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)
