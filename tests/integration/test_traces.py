@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 from collections import Counter
 
 import dask
@@ -188,19 +189,31 @@ async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
         nothing_is_left(s, *workers)
 
 
-@gen_cluster(client=True, nthreads=TWO, config=ON)
-async def test_workers_may_close_while_a_trace_ends(c, s, *workers):
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=ON)
+async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
     """A trace leaves the extensions of a worker alone that goes through them."""
+    may_stop = threading.Event()
+
+    class First:
+        """An extension whose close waits for the end of the trace."""
+
+        async def close(self):
+            may_stop.set()
+            await detaching
+
     async with Client(s.address, asynchronous=True) as other:
         await dask_gpurt.trace(other, "x").__aenter__()
-        traced = [one.extensions[TRACE] for one in workers]
-    detaching = [asyncio.create_task(one.detach()) for one in traced]
-    # Each has begun to end its recording.
-    await asyncio.sleep(0)
-    await asyncio.gather(*(one.close() for one in workers))
-    await asyncio.gather(*detaching)
-    assert [one.status.name for one in workers] == ["closed"] * len(workers)
-    assert not list(trace_files(*(one.local_directory for one in workers)))
+        traced = worker.extensions[TRACE]
+        stop = traced.recorder.stop
+        traced.recorder.stop = lambda: (may_stop.wait(60), stop())
+        detaching = asyncio.create_task(traced.detach())
+        found = {"first": First(), **worker.extensions}
+        worker.extensions.clear()
+        worker.extensions.update(found)
+        await asyncio.sleep(0)
+        await worker.close()
+    assert worker.status.name == "closed"
+    assert not list(trace_files(worker.local_directory))
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)
