@@ -192,7 +192,7 @@ async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=ON)
 async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
     """A trace leaves the extensions of a worker alone that goes through them."""
-    may_stop = threading.Event()
+    may_stop, left = threading.Event(), []
 
     class First:
         """An extension whose close waits for the end of the trace."""
@@ -200,6 +200,7 @@ async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
         async def close(self):
             may_stop.set()
             await detaching
+            left.extend(worker.extensions)
 
     async with Client(s.address, asynchronous=True) as other:
         await dask_gpurt.trace(other, "x").__aenter__()
@@ -212,7 +213,7 @@ async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
         worker.extensions.update(found)
         await asyncio.sleep(0)
         await worker.close()
-    assert worker.status.name == "closed"
+    assert worker.status.name == "closed" and TRACE in left
     assert not list(trace_files(worker.local_directory))
 
 
