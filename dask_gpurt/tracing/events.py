@@ -159,7 +159,7 @@ class LinkFacts(NamedTuple):
     source, target
         Hosts, or names of tiers.
     way
-        The transport, as in `LaneWork`.
+        The transport, as in `LaneWork`; empty if it is the same for all transports.
     bandwidth
         The most that the link can carry, in bytes a second; 0 if unknown.
     """

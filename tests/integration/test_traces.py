@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import tempfile
+import threading
 from collections import Counter
 
 import dask
@@ -15,6 +16,7 @@ from distributed.utils_test import gen_cluster, inc
 
 import dask_gpurt
 from dask_gpurt.errors import TraceInProgressError, TracingError
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.tracing import traced_worker
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.worker import runtime_of
@@ -180,7 +182,39 @@ async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(TracingError, match="the client was closed"):
             async with dask_gpurt.trace(c, f"{folder}/1"):
+                session = s.extensions[TRACE]
                 await c.close()
+        await asyncio.wait_for(until(lambda: session._closing is not None), 30)
+        await session._closing
+        nothing_is_left(s, *workers)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config=ON)
+async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
+    """A trace leaves the extensions of a worker alone that goes through them."""
+    may_stop, left = threading.Event(), []
+
+    class First:
+        """An extension whose close waits for the end of the trace."""
+
+        async def close(self):
+            may_stop.set()
+            await detaching
+            left.extend(worker.extensions)
+
+    async with Client(s.address, asynchronous=True) as other:
+        await dask_gpurt.trace(other, "x").__aenter__()
+        traced = worker.extensions[TRACE]
+        stop = traced.recorder.stop
+        traced.recorder.stop = lambda: (may_stop.wait(60), stop())
+        detaching = asyncio.create_task(traced.detach())
+        found = {"first": First(), **worker.extensions}
+        worker.extensions.clear()
+        worker.extensions.update(found)
+        await asyncio.sleep(0)
+        await worker.close()
+    assert worker.status.name == "closed" and TRACE in left
+    assert not list(trace_files(worker.local_directory))
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)
@@ -311,6 +345,51 @@ async def test_broadcasts_are_in_a_lane_of_their_own(c, s, *workers):
     sent = [one for one in traced.trace.work if one.lane == "collective"]
     assert sum(one.nbytes for one in sent if one.path == "broadcast") >= 2 * (8 << 20)
     assert {one.peer for one in sent} <= {one.address for one in workers}
+
+
+DESCRIBED = """
+hosts:
+- {name: one, addresses: [127.0.0.1], numa: [{name: n, memory: 1 GiB}]}
+- {name: two, addresses: [127.0.0.2], numa: [{name: n, memory: 1 GiB}]}
+links:
+- {between: [one/n, two/n], kind: tcp, bandwidth: 1 GB/s, latency: 1 us}
+"""
+
+
+def test_described_links_are_in_the_trace(tmp_path, file):
+    (tmp_path / "machines.yaml").write_text(DESCRIBED)
+    config = ON | {"gpurt.topology.file": str(tmp_path / "machines.yaml")}
+
+    @gen_cluster(client=True, nthreads=FOUR, config=config)
+    async def test(c, s, *workers):
+        async with dask_gpurt.trace(c, file) as traced:
+            await c.submit(inc, 1)
+        links = {(one.source, one.target): one.bandwidth for one in traced.trace.links}
+        assert links == dict.fromkeys((("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")), 1e9)
+
+    test()
+
+
+@gen_cluster(client=True, nthreads=TWO, config=ON | {"gpurt.shuffle.transport": "comm"})
+async def test_messages_sent_again_have_one_number(c, s, *workers):
+    receive, n_lost = ExchangeRun.receive, []
+
+    async def with_lost_answers(run, data):
+        answer = await receive(run, data)
+        if "header" in data and len(n_lost) < 3:
+            n_lost.append(data["message"])
+            raise OSError("the answer is lost")
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExchangeRun, "receive", with_lost_answers)
+        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+            await c.compute(shuffled())
+    trace = traced.trace
+    assert len(n_lost) == 3
+    assert_messages_match(trace)
+    numbers = Counter((one.peer, one.message) for one in trace.work if one.path == "receive")
+    assert sum(numbers.values()) > len(numbers), "some came twice"
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)

@@ -20,6 +20,8 @@ N_AT_ENDS, N_BETWEEN = 32, 4
 ROUND_S = 5.0
 #: Longest time for one round with one worker.
 _DEADLINE_S = 5.0
+#: Most exchanges in one round. With many workers, each of them gets fewer.
+_MOST_IN_ROUND = 4_000
 #: Workers that are asked at the same time. With more, their answers would wait for each other.
 _N_AT_ONCE = 8
 
@@ -49,7 +51,8 @@ class Clocks:
     close = stop
 
     async def compare(self, workers: Sequence[WorkerTrace], n: int) -> None:
-        """Exchange clocks with workers, so many times each; keep the quickest exchange."""
+        """Exchange clocks with workers, at most so many times each; keep the quickest exchange."""
+        n = max(min(n, _MOST_IN_ROUND // max(len(workers), 1)), 1)
         await asyncio.gather(*(self._compare(one, n) for one in workers))
 
     async def _compare(self, worker: WorkerTrace, n: int) -> None:

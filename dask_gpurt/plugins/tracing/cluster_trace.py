@@ -25,7 +25,7 @@ from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.tracing.trace_session import TraceSession
 from dask_gpurt.tracing import files, merge
 from dask_gpurt.tracing.clocks import ClockExchange
-from dask_gpurt.tracing.events import Trace
+from dask_gpurt.tracing.events import LinkFacts, Trace
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -187,8 +187,8 @@ class ClusterTrace:
                     progress(sum(map(len, data)))
         except TimeoutError:
             raise TracingError(f"the trace has not ended in {_END_S:g} s") from None
-        except AttributeError as error:
-            raise TracingError("the scheduler has no trace any more") from error
+        except OSError as error:
+            raise TracingError(f"the scheduler does not answer any more: {error}") from error
         finally:
             await self._forget()
         return await asyncio.to_thread(self._merged, found, data)
@@ -213,10 +213,7 @@ class ClusterTrace:
             ended=of_scheduler["ended"],
         )
         workers = [
-            merge.RecordedProcess(
-                **{**one, "exchanges": [ClockExchange(*it) for it in one["exchanges"]]}, data=file
-            )
-            for one, file in zip(found["workers"], data[1:], strict=True)
+            _recorded(one, file) for one, file in zip(found["workers"], data[1:], strict=True)
         ]
         about = {
             "versions": found["versions"],
@@ -230,6 +227,7 @@ class ClusterTrace:
             found["began_s"],
             found["ended_s"],
             found["began_utc_s"],
+            links=[LinkFacts(source, target, "", rate) for source, target, rate in found["links"]],
             about=about,
         )
 
@@ -237,3 +235,21 @@ class ClusterTrace:
         """Write the file. Raises `OSError`."""
         self.trace = trace
         files.write(trace, self._path)
+
+
+def _recorded(said: dict[str, Any], data: bytearray) -> merge.RecordedProcess:
+    """Return what the scheduler says of a worker, with the file that came."""
+    ended = said["ended"]
+    if not ended and len(data) < said["nbytes"]:
+        ended = f"lost: it closed, and only {len(data)} of {said['nbytes']} bytes came"
+    return merge.RecordedProcess(
+        said["address"],
+        said["name"],
+        said["host"],
+        data,
+        said["n_threads"],
+        said["counters"],
+        said["n_dropped"],
+        ended,
+        [ClockExchange(*one) for one in said["exchanges"]],
+    )

@@ -141,14 +141,15 @@ class EventRecorder:
     def _write(self, items: list[LedgerEntry | Encode]) -> None:
         if self.ended:
             return
-        try:
-            for item in items:
+        for item in items:
+            try:
                 self._encode(item)
-            n_events = self._encoder.n_pending
-            block = self._encoder.block()
-        except Exception as error:
-            logger.exception("a trace ends here")
-            return self._end(f"an event cannot be recorded: {error!r}")
+            except Exception as error:
+                # Others say what tasks did and needed. One wrong event must not cost the rest.
+                logger.debug("an event cannot be recorded: %r", error)
+                self.n_dropped += 1
+        n_events = self._encoder.n_pending
+        block = self._encoder.block()
         if self.nbytes + len(block) > self._limit_nbytes:
             return self._end(f"limit of {format_bytes(self._limit_nbytes)}")
         assert self._file is not None

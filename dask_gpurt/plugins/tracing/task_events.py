@@ -79,20 +79,18 @@ class TaskEvents:
         worker = facts.get("worker") or ""
         # Dask has its times on its own clock.
         to_here_s = known_s - time()
-        steps = [
-            (str(one["action"]), float(one["start"]) + to_here_s, float(one["stop"]) + to_here_s)
-            for one in facts.get("startstops") or ()
-        ]
-        thread = facts.get("thread") or 0
+        steps, thread = facts.get("startstops") or (), facts.get("thread") or 0
         recorder = self._recorder
 
         def encode(encoder: RecordEncoder) -> None:
-            computed = [one for one in steps if one[0] == "compute"]
+            computed = [one for one in steps if one["action"] == "compute"]
             if not computed:
                 return
-            _, start_s, end_s = computed[-1]
-            fetched = [one[2] for one in steps if one[0] == "transfer" and one[2] <= start_s]
+            start_s, end_s = (float(computed[-1][one]) + to_here_s for one in ("start", "stop"))
+            fetches = (one for one in steps if one["action"] == "transfer")
+            fetched = [float(one["stop"]) + to_here_s for one in fetches]
             here_s = max(fetched, default=min(assigned_s, start_s))
+            here_s = min(here_s, start_s)
             shown = recorder.shown(key)
             encoder.assigned(number, shown, worker, ready_s, assigned_s, known_s, nbytes)
             encoder.times(number, key_hash(key), here_s, start_s, end_s, int(thread))

@@ -27,6 +27,7 @@ from dask_gpurt.errors import ActivationError, ProtocolError, TraceInProgressErr
 from dask_gpurt.plugins import bootstrap, request_checks
 from dask_gpurt.plugins.tracing.clock_exchanges import N_AT_ENDS, Clocks
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
+from dask_gpurt.plugins.tracing.known_links import known_links
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.tracing.task_events import TaskEvents
 from dask_gpurt.plugins.tracing.trace_bootstrap import TracePlugin
@@ -141,7 +142,6 @@ class TraceSession(SchedulerPlugin):
         self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
         # A worker with a blocked event loop begins later.
         await asyncio.wait({self._telling}, timeout=_BEGIN_S)
-        await self._clocks.compare(self._recording(), N_AT_ENDS)
         self._clocks.begin(self._recording)
         self.has_begun = True
         self.began_s, self.began_utc_s = perf_counter(), wall_clock.time()
@@ -197,7 +197,8 @@ class TraceSession(SchedulerPlugin):
                 found.problem = "it joined as the trace ended"
             found.has_begun = True
             if found.problem is None:
-                # A worker that joins: it has no work before this returns.
+                # The worker waits for this, so that the exchanges are quick. One that joins has no
+                # work yet.
                 await self._clocks.compare([found], N_AT_ENDS)
 
     async def gpurt_trace_left(
@@ -247,6 +248,7 @@ class TraceSession(SchedulerPlugin):
                 "ended": self._recorder.ended,
             },
             "workers": [one.plain() for one in self._workers],
+            "links": known_links(self.scheduler, self._workers),
             "versions": {
                 "dask_gpurt": dask_gpurt.__version__,
                 "distributed": distributed.__version__,

@@ -57,6 +57,8 @@ class TracedWorker:
         self._process.cpu_percent()  # the first call only starts the count
         self._moved: tuple[float, int, int] | None = None
         self._fetched_nbytes = 0
+        #: Bytes of the file that the scheduler has got at the worker's close.
+        self._n_handed = 0
         #: By key of a task: when its inputs were here, and the scheduler's delay as it began.
         self._here: dict[Any, float] = {}
         self._delays: dict[Any, float] = {}
@@ -234,26 +236,27 @@ class TracedWorker:
 
     async def _hand_over(self) -> None:
         await self._end()
-        offset = 0
         while True:
-            part = await asyncio.to_thread(self.recorder.read, offset, PART_NBYTES)
+            part = await asyncio.to_thread(self.recorder.read, self._n_handed, PART_NBYTES)
             described = None if part else self._described()
             await self._worker.scheduler.gpurt_trace_left(
                 worker=self._worker.address,
                 trace=self._trace,
-                offset=offset,
+                offset=self._n_handed,
                 part=part,
                 described=described,
             )
             if not part:
                 return
-            offset += len(part)
+            self._n_handed += len(part)
 
     async def detach(self) -> None:
         """End the recording and remove the file. A closing worker does so in `close`."""
+        if not is_closing(self._worker):
+            await self._end()
+        # Once it closes, the worker goes through its extensions, and none may go meanwhile.
         if is_closing(self._worker):
             return
-        await self._end()
         for name, handler in self._handlers.items():
             if self._worker.handlers.get(name) is handler:
                 del self._worker.handlers[name]

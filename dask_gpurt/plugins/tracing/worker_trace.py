@@ -46,8 +46,10 @@ class WorkerTrace:
         self.is_whole = False
         self.ended = ""
         self.n_dropped = 0
+        #: Size of its file, as the worker says.
+        self.nbytes = 0
         self.counters: dict[str, int] = {}
-        self._nbytes = 0
+        self._taken_nbytes = 0
         self._limit_nbytes = limit_nbytes
         self._path = os.path.join(directory, f"{uuid4().hex}.bin")
         self._file: int | None = None
@@ -56,24 +58,25 @@ class WorkerTrace:
         """Take what the worker says of its recording. Raises `ProtocolError`."""
         if not isinstance(described, dict) or not isinstance(described.get("counters"), dict):
             raise ProtocolError("not a description of a recording")
-        ended, n_dropped = described.get("ended"), described.get("n_dropped")
+        ended = described.get("ended")
         counters = {name: described["counters"].get(name, 0) for name in MEANING}
-        numbers = [n_dropped, *counters.values()]
+        numbers = [described.get("n_dropped"), described.get("nbytes"), *counters.values()]
         if not all(type(one) is int and 0 <= one < _MOST for one in numbers):
             raise ProtocolError("a recording without its counts")
         if not isinstance(ended, str) or len(ended) > 1000:
             raise ProtocolError("a recording without its end")
-        self.ended, self.n_dropped, self.counters = ended, numbers[0], counters
+        self.ended, self.n_dropped, self.nbytes = ended, numbers[0], numbers[1]
+        self.counters = counters
         self.is_whole = True
 
     async def take(self, offset: int, part: Any, described: Any) -> None:
         """Take a part of the file, or at the end the description. Raises `ProtocolError`."""
-        if type(part) is not bytes or len(part) > PART_NBYTES or offset != self._nbytes:
+        if type(part) is not bytes or len(part) > PART_NBYTES or offset != self._taken_nbytes:
             raise ProtocolError("not the next part of a trace")
-        if self._nbytes + len(part) > self._limit_nbytes:
+        if self._taken_nbytes + len(part) > self._limit_nbytes:
             raise ProtocolError("more of a trace than was to be recorded")
         if part:
-            self._nbytes += len(part)
+            self._taken_nbytes += len(part)
             await asyncio.to_thread(self._write, part, offset)
         else:
             self.describe(described)
@@ -109,6 +112,7 @@ class WorkerTrace:
             "host": self.host,
             "n_threads": self.n_threads,
             "exchanges": [tuple(one) for one in self.exchanges],
+            "nbytes": self.nbytes,
             "n_dropped": self.n_dropped,
             "ended": ended,
             "counters": self.counters,

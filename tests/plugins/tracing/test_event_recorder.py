@@ -144,6 +144,17 @@ def test_a_full_disk_ends_the_recording(path, monkeypatch):
     assert not os.path.exists(path)
 
 
+def test_an_event_that_cannot_be_encoded_costs_no_other(path):
+    recorder = EventRecorder(path, 1 << 20, full_keys=False)
+    recorder.work(ENTRY)
+    recorder.work(ENTRY._replace(nbytes="many"))
+    recorder.add(lambda encoder: 1 / 0)
+    recorder.work(ENTRY)
+    recorder.stop()
+    assert recorder.n_dropped == 2 and len(read(recorder).records) == 2
+    recorder.close()
+
+
 def test_a_folder_that_cannot_be_written_ends_the_recording(tmp_path):
     recorder = EventRecorder(str(tmp_path / "none" / "x.bin"), 1 << 20, full_keys=False)
     recorder.work(ENTRY)
