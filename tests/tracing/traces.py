@@ -46,7 +46,9 @@ _finite = st.floats(allow_nan=False, allow_infinity=False)
 @st.composite
 def _lengths(draw: st.DrawFn, unit_ns: int) -> tuple[float, float]:
     """Draw a start and an end. Many share times, so that slices touch and lie in each other."""
-    times = st.integers(0, 12).map(float) | _times(unit_ns)
+    # Ends that differ by milliseconds are those of parts of shuffles.
+    close = st.integers(8_990, 9_010).map(lambda time_ms: time_ms / 1e3)
+    times = st.integers(0, 12).map(float) | close | _times(unit_ns)
     start_s, end_s = sorted((draw(times), draw(times)))
     return start_s, end_s
 

@@ -95,7 +95,8 @@ def _of_slice(drawn: SliceBegin, where: str, zero_ns: int) -> Iterator[str]:
         start_ns, end_ns = (ticks * _TICK_NS - zero_ns for ticks in (start, end))
         found = arguments.of_task(event, start_ns, end_ns, arguments.MICROSECONDS)
     else:
-        name, category, found = event.path, event.lane, arguments.of_work(event)
+        cut_ns = (_ticks(drawn.end_ns + drawn.cut_ns + zero_ns) - end) * _TICK_NS
+        name, category, found = event.path, event.lane, arguments.of_work(event, cut_ns)
     flow = ""
     arrows = drawn.arrows
     if arrows.chain:

@@ -177,7 +177,7 @@ class _PacketWriter:
             unit = arguments.NANOSECONDS
             found = arguments.of_task(event, drawn.at_ns, drawn.end_ns, unit)
         else:
-            name, category, found = event.path, event.lane, arguments.of_work(event)
+            name, category, found = event.path, event.lane, arguments.of_work(event, drawn.cut_ns)
         slice_ = packet.track_event
         slice_.name_iid = self._names.number(name, packet)
         slice_.category_iids.append(self._categories.number(category, packet))

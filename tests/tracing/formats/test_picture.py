@@ -93,9 +93,17 @@ def test_a_wait_lies_in_the_work_that_waits():
 
 def test_a_part_of_a_shuffle_lies_in_its_task():
     parts = [work(PHASE, "partition", 1, 3, thread=7), work(PHASE, "sort", 2, 3, thread=7)]
-    late = work(PHASE, "late", 3, 12, thread=7)
+    late = work(PHASE, "late", 3, 9.1, thread=7)
     trace = Trace([A], [*parts, late], [task(0, 0, 9, thread=7)])
     assert rows_of(trace) == [[("task", 1), ("partition", 2), ("sort", 3)], [("late", 1)]]
+
+
+def test_a_part_that_seems_to_end_after_its_task_is_cut():
+    part = work(PHASE, "partition", 1, 9.01, thread=7)
+    trace = Trace([A], [part], [task(0, 0, 9, thread=7)])
+    assert rows_of(trace) == [[("task", 1), ("partition", 2)]]
+    (drawn,) = (one for one in draw(trace) if isinstance(one, SliceBegin) and one.event == part)
+    assert (drawn.end_ns, drawn.cut_ns) == (9 * 10**9, 10**7)
 
 
 def test_each_thread_has_its_row_and_a_number():
