@@ -117,6 +117,7 @@ def test_processes_and_rows_have_names(shuffle):
     rows = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert rows == {(e["pid"], e["tid"]) for e in events if e["ph"] in "Xi"}
     assert len({tid for _, tid in rows}) == len(rows)
+    assert not {tid for _, tid in rows} & {pid for pid, _ in rows}
 
 
 def test_numbers_of_flows_are_exact_in_other_parsers(shuffle):
