@@ -14,10 +14,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from dask_gpurt.tracing.events import PHASE, Instant, LaneWork, Sample, TaskTimes, Trace
+from dask_gpurt.tracing.events import PHASE, RECEIVE, Instant, LaneWork, Sample, TaskTimes, Trace
 from dask_gpurt.tracing.formats.arrows import ArrowFinder, Arrows
 
 #: Kinds of rows.
@@ -211,13 +211,15 @@ def drawn_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
 def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
     """Draw a trace, in the order of time.
 
-    An event that ends before its start gets no length.
+    Of events that start together, tasks come first, and receives last: viewers draw an arrow in the
+    order of events. An event that ends before its start gets no length.
     """
     arrows = ArrowFinder(trace)
     rows = _Rows()
+    work: list[LaneWork] = sorted(trace.work, key=work_order)
     for at_ns, _, _, event in heapq.merge(
         _timed(trace.tasks, "start_s", 0),
-        _timed(trace.work, "start_s", 1),
+        _timed(work, "start_s", 1),
         _timed(trace.instants, "at_s", 2),
         _timed(drawn_samples(trace.samples), "at_s", 3),
     ):
@@ -237,10 +239,16 @@ _POINTS = (Instant, Sample)
 _Event = LaneWork | TaskTimes | Instant | Sample
 
 
+def work_order(work: LaneWork) -> tuple[int, bool]:
+    """Sort work by its start. Of a send and its receive that start together, the send is first."""
+    return nanoseconds(work.start_s), work.path == RECEIVE
+
+
 def _timed(
     events: Iterable[_Event], time: str, order: int
 ) -> Iterator[tuple[int, int, int, _Event]]:
     """Yield events with their times, and with numbers that decide between equal times."""
     time_of = attrgetter(time)
-    for number, event in enumerate(sorted(events, key=time_of)):
-        yield nanoseconds(time_of(event)), order, number, event
+    timed = ((nanoseconds(time_of(event)), event) for event in events)
+    for number, (at_ns, event) in enumerate(sorted(timed, key=itemgetter(0))):
+        yield at_ns, order, number, event

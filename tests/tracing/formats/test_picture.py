@@ -143,6 +143,15 @@ def test_a_message_goes_from_send_to_receive():
     assert finder.of_work(receives[0]._replace(peer=B.address)).chain not in out
 
 
+def test_a_send_is_drawn_before_a_receive_of_the_same_time():
+    receive = work("communication", RECEIVE, 1, 2, process=1, peer=A.address, message=1)
+    send = work("communication", SEND, 1, 2, peer=B.address, message=1)
+    drawn = [
+        one.event for one in draw(Trace([A, B], [receive, send])) if isinstance(one, SliceBegin)
+    ]
+    assert drawn == [send, receive]
+
+
 def test_outputs_go_along_a_chain():
     tasks = [task(0, 0, 1), task(1, 1, 2, needs=(0,)), task(2, 2, 3, needs=(1,))]
     arrows = list(map(ArrowFinder(Trace([A], tasks=tasks)).of_task, tasks))
@@ -164,6 +173,8 @@ def test_an_output_passes_the_fetch_that_brought_it():
         other = fetch._replace(peer="tcp://c")
         finder = ArrowFinder(Trace([A, B], [fetch, other], tasks))
         assert finder.of_work(other).chain == 0
+        late = ArrowFinder(Trace([A, B], [fetch._replace(start_s=3.5)], tasks))
+        assert late.of_work(fetch).chain == 0 != late.of_task(tasks[0]).chain
         on_way = finder.of_work(fetch)
         assert on_way.chain == finder.of_task(tasks[0]).chain == finder.of_task(tasks[1]).chain
         assert on_way.comes and on_way.goes
