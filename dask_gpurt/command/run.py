@@ -78,6 +78,7 @@ class _Session:
 
     def __init__(self, options: Options, report_path: Path | None) -> None:
         self._report_path = report_path
+        self._has_nsys = options.nsys_directory is not None
         self._notes: list[str] = []
         self._pid = os.getpid()
         show = sys.stderr.isatty() if options.progress is None else options.progress
@@ -107,6 +108,8 @@ class _Session:
             return
         wall_s = time.perf_counter() - start_s
         self._recorder.finish()
+        if self._has_nsys and self._lazy.own is None:
+            self._notes.append("--nsys had no effect: no cluster was started for the script")
         self._lazy.close(at_once=status == INTERRUPTED)
         self._progress.stop()
         report = run_report.as_dict(

@@ -22,6 +22,7 @@ from dask_gpurt.tracing.events import (
     Trace,
     TraceProcess,
 )
+from dask_gpurt.tracing.formats.picture import work_order
 
 #: The coarsest times of each format, in nanoseconds.
 UNITS_NS = {".json": 1000, ".json.gz": 1000, ".perfetto-trace": 1, ".pftrace": 1}
@@ -46,7 +47,9 @@ _finite = st.floats(allow_nan=False, allow_infinity=False)
 @st.composite
 def _lengths(draw: st.DrawFn, unit_ns: int) -> tuple[float, float]:
     """Draw a start and an end. Many share times, so that slices touch and lie in each other."""
-    times = st.integers(0, 12).map(float) | _times(unit_ns)
+    # Ends that differ by milliseconds are those of parts of shuffles.
+    close = st.integers(8_990, 9_010).map(lambda time_ms: time_ms / 1e3)
+    times = st.integers(0, 12).map(float) | close | _times(unit_ns)
     start_s, end_s = sorted((draw(times), draw(times)))
     return start_s, end_s
 
@@ -115,7 +118,7 @@ def traces(draw: st.DrawFn, unit_ns: int = 1) -> Trace:
     link = st.builds(LinkFacts, _texts, _texts, _texts, _finite)
     return Trace(
         processes,
-        sorted(draw(st.lists(_work(addresses, unit_ns), max_size=8)), key=lambda one: one.start_s),
+        sorted(draw(st.lists(_work(addresses, unit_ns), max_size=8)), key=work_order),
         sorted(
             (draw(_task(i, n_tasks, n, unit_ns)) for i in range(n_tasks)),
             key=lambda one: one.start_s,
@@ -303,7 +306,7 @@ def shuffle_trace(
                     Sample(process, name, round(step / 10 + process / 1000, 9), value)
                 )
     trace.instants += [Instant(0, "evicted", 0.5, "timeseries, 396 kB"), Instant(1, "restart", 0.7)]
-    trace.work.sort(key=lambda one: one.start_s)
+    trace.work.sort(key=work_order)
     trace.tasks.sort(key=lambda one: one.start_s)
     trace.samples.sort(key=lambda one: one.at_s)
     return trace

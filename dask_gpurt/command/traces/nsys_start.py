@@ -15,32 +15,40 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 #: In the arguments of each process that multiprocessing starts, except for its own helpers.
 _MARK = "--multiprocessing-fork"
 
 
-def _children(pid: int) -> list[int]:
+def _read(path: str) -> str:
     try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(one) for one in file.read().split()]
-    except (OSError, ValueError):
-        return []
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
-def _watch(end_of_parent: int, nsys: int) -> None:
-    """Wait for the end of this program, then end the worker, and let nsys write its report."""
+def _below(pid: int) -> Iterator[int]:
+    """Yield the processes that a process started, and those that they started."""
+    for child in _read(f"/proc/{pid}/task/{pid}/children").split():
+        yield int(child)
+        yield from _below(int(child))
+
+
+def _watch(end_of_parent: int, nsys: int, python: str) -> None:
+    """Wait for the end of this program, then kill the worker. nsys writes its report and ends.
+
+    Other processes below nsys are its own, and may be writing the report.
+    """
     os.read(end_of_parent, 1)
-    for pid in _children(nsys):
-        _signal(pid, signal.SIGKILL)
-    _signal(nsys, signal.SIGTERM)
-
-
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
+    for pid in list(_below(nsys)):
+        program, *arguments = _read(f"/proc/{pid}/cmdline").split("\0")
+        if program == python and _MARK in arguments:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
 
 
 def main() -> None:
@@ -65,7 +73,7 @@ def main() -> None:
     os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
     if is_watcher:
         os.setsid()
-        _watch(end_of_parent, process.pid)
+        _watch(end_of_parent, process.pid, command[0])
         os._exit(0)
     status = process.wait()
     if status < 0:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.tracing.nsight.nsys import copy_path
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dask_gpurt")
 
 #: Numbers of kinds of activities.
 _COPY, _SET, _CONCURRENT_KERNEL, _PEER_COPY = 1, 2, 10, 22

@@ -30,6 +30,8 @@ NANOSECONDS, MICROSECONDS = Unit("ns", 1), Unit("us", 1000)
 _SHOWN = {"process", "lane", "path", "key", "start_s", "end_s", "thread"}
 #: What a task waited for before its start, the last first, and the time at which it began to.
 _WAITS = (("for_thread", "here_s"), ("for_data", "assigned_s"), ("for_worker", "ready_s"))
+#: How much later than its slice an event ended.
+_CUT = "cut_ns"
 #: From its end until the scheduler knew of it.
 _AFTER = "until_known"
 
@@ -47,13 +49,16 @@ _LONGEST_RANGE = 10_000_000
 _RANGE = re.compile(r"(-?\d+)(?:\.\.(\d+))?")
 
 
-def of_work(work: LaneWork) -> dict[str, Value]:
-    """Return the arguments of a piece of work."""
-    return {
+def of_work(work: LaneWork, cut_ns: int) -> dict[str, Value]:
+    """Return the arguments of a piece of work, which ends that much later than its slice."""
+    found = {
         name: value
         for name, default in _IN_WORK.items()
         if (value := getattr(work, name)) != default
     }
+    if cut_ns:
+        found[_CUT] = cut_ns
+    return found
 
 
 def of_task(task: TaskTimes, start_ns: int, end_ns: int, unit: Unit) -> dict[str, Value]:
@@ -90,14 +95,13 @@ def work_of(
 ) -> LaneWork:
     """Return the piece of work that a slice shows. Inverse of `of_work`."""
     found = _fields(arguments, _IN_WORK)
-    start_s, end_s = seconds(start_ns), seconds(end_ns)
     return LaneWork(
         process=process,
         lane=lane,
         path=path,
         thread=thread,
-        start_s=start_s,
-        end_s=end_s,
+        start_s=seconds(start_ns),
+        end_s=seconds(end_ns + arguments.get(_CUT, 0)),
         **found,
     )
 

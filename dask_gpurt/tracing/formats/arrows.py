@@ -59,24 +59,33 @@ class ArrowFinder:
         self._indices = {process.address: i for i, process in enumerate(trace.processes)}
         self._numbers = itertools.count(1)
         self._of_tasks: defaultdict[int, Arrows] = defaultdict(Arrows)
-        self._of_fetches = {_key(work): Arrows() for work in trace.work if work.lane == FETCH}
+        fetches = [work for work in trace.work if work.lane == FETCH]
+        self._of_fetches = {_key(work): Arrows() for work in fetches}
+        # The first of several fetches for one task from one peer.
+        self._starts_s = {_key(work): work.start_s for work in reversed(fetches)}
         tasks = {task.number: task for task in trace.tasks}
         for consumer in trace.tasks:
             inputs = [tasks[one] for one in dict.fromkeys(consumer.needs) if one in tasks]
             # Viewers draw an arrow in the order of time.
-            inputs = [one for one in inputs if one.start_s <= consumer.start_s]
+            inputs = [one for one in inputs if one.start_s < consumer.start_s]
             inputs.sort(key=lambda task: task.known_s, reverse=True)
             for producer in inputs[:MAX_ARROWS]:
-                if producer is not consumer:
-                    peer = trace.processes[producer.process].address
-                    self._connect(producer.number, consumer.number, consumer.process, peer)
+                peer = trace.processes[producer.process].address
+                self._connect(producer, consumer, self._fetch(producer, consumer, peer))
 
-    def _connect(self, producer: int, consumer: int, process: int, peer: str) -> None:
-        source, target = self._of_tasks[producer], self._of_tasks[consumer]
-        # A fetch is for its consumer. Several consumers share the fetch of one of them.
-        on_way = self._of_fetches.get((consumer, process, peer))
-        if on_way is None:
-            on_way = self._of_fetches.get((producer, process, peer))
+    def _fetch(self, producer: TaskTimes, consumer: TaskTimes, peer: str) -> Arrows | None:
+        """Return the arrows of the fetch that brought an output to a consumer, if there was one.
+
+        A fetch is known by its consumer. Several consumers share the fetch of an output.
+        """
+        for task in (consumer, producer):
+            key = task.number, consumer.process, peer
+            if producer.start_s <= self._starts_s.get(key, float("-inf")) < consumer.start_s:
+                return self._of_fetches[key]
+        return None
+
+    def _connect(self, producer: TaskTimes, consumer: TaskTimes, on_way: Arrows | None) -> None:
+        source, target = self._of_tasks[producer.number], self._of_tasks[consumer.number]
         if source.goes or target.comes or (on_way is not None and on_way.chain):
             number = next(self._numbers)
             source.out.append(number)

@@ -66,24 +66,26 @@ def _metadata(pid: int, tid: int, name: str, about: dict[str, Any]) -> str:
 
 def _of_events(trace: Trace, zero_ns: int) -> Iterator[str]:
     n_rows = 0
+    # Viewers take a thread with the number of its process for the main one.
+    first_tid = len(trace.processes) + 1
     for drawn in draw(trace):
         row = drawn.row
         if row.number == n_rows:
             n_rows += 1
             if row.kind != QUANTITY:
-                yield from _of_row(row)
-        where = f'"pid":{row.process + 1},"tid":{row.number + 1}'
+                yield from _of_row(row, tid=row.number + first_tid)
+        where = f'"pid":{row.process + 1},"tid":{row.number + first_tid}'
         if isinstance(drawn, SliceBegin):
             yield from _of_slice(drawn, where, zero_ns)
         elif isinstance(drawn, PointEvent):
             yield _of_point(drawn, where, zero_ns)
 
 
-def _of_row(row: PictureRow) -> Iterator[str]:
+def _of_row(row: PictureRow, tid: int) -> Iterator[str]:
     about = {"name": row.name, "thread": row.thread}
-    yield _metadata(row.process + 1, row.number + 1, "thread_name", about)
+    yield _metadata(row.process + 1, tid, "thread_name", about)
     order = {"sort_index": _ORDER[row.kind] * _OF_A_KIND + row.number}
-    yield _metadata(row.process + 1, row.number + 1, "thread_sort_index", order)
+    yield _metadata(row.process + 1, tid, "thread_sort_index", order)
 
 
 def _of_slice(drawn: SliceBegin, where: str, zero_ns: int) -> Iterator[str]:
@@ -95,7 +97,8 @@ def _of_slice(drawn: SliceBegin, where: str, zero_ns: int) -> Iterator[str]:
         start_ns, end_ns = (ticks * _TICK_NS - zero_ns for ticks in (start, end))
         found = arguments.of_task(event, start_ns, end_ns, arguments.MICROSECONDS)
     else:
-        name, category, found = event.path, event.lane, arguments.of_work(event)
+        cut_ns = (_ticks(drawn.end_ns + drawn.cut_ns + zero_ns) - end) * _TICK_NS
+        name, category, found = event.path, event.lane, arguments.of_work(event, cut_ns)
     flow = ""
     arrows = drawn.arrows
     if arrows.chain:

@@ -116,10 +116,11 @@ class _PacketReader:
             lane = self._categories[event.category_iids[0]]
             works = header.trace.work
             place = len(works)
-            works.append(arguments.work_of(process, lane, name, thread, start_ns, start_ns, found))
+            part = process, lane, name, thread, start_ns
+            works.append(arguments.work_of(*part, start_ns, found))
 
             def end(end_ns: int) -> None:
-                works[place] = works[place]._replace(end_s=seconds(end_ns))
+                works[place] = arguments.work_of(*part, end_ns, found)
 
         self._begun[event.track_uuid].append(end)
 

@@ -69,6 +69,7 @@ class _PacketWriter:
         self._file = file
         self._group = self._protos.Trace()
         self._at_ns = 0
+        self._n_processes = 0
         self._names = _Names("event_names")
         self._categories = _Names("event_categories")
         self._fields = _Names("debug_annotation_names")
@@ -76,6 +77,7 @@ class _PacketWriter:
 
     def write(self, trace: Trace) -> None:
         header, zero_ns = encode(trace)
+        self._n_processes = len(trace.processes)
         self._begin(trace, zero_ns)
         self._describe(header)
         for number, process in enumerate(trace.processes):
@@ -147,9 +149,10 @@ class _PacketWriter:
         track.uuid = FIRST_ROW + row.number
         track.parent_uuid = FIRST_PROCESS + row.process
         if row.kind == THREAD:
-            # Perfetto knows threads by these numbers, and the same may exist on several hosts.
+            # Perfetto knows threads by these numbers, and the same may exist on several hosts. It
+            # takes a thread with the number of its process for the main one.
             track.thread.pid = row.process + 1
-            track.thread.tid = row.number + 1
+            track.thread.tid = row.number + 1 + self._n_processes
             track.thread.thread_name = row.name
         else:
             track.name = row.name
@@ -177,7 +180,7 @@ class _PacketWriter:
             unit = arguments.NANOSECONDS
             found = arguments.of_task(event, drawn.at_ns, drawn.end_ns, unit)
         else:
-            name, category, found = event.path, event.lane, arguments.of_work(event)
+            name, category, found = event.path, event.lane, arguments.of_work(event, drawn.cut_ns)
         slice_ = packet.track_event
         slice_.name_iid = self._names.number(name, packet)
         slice_.category_iids.append(self._categories.number(category, packet))

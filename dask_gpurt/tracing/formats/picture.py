@@ -14,14 +14,17 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from dask_gpurt.tracing.events import PHASE, Instant, LaneWork, Sample, TaskTimes, Trace
+from dask_gpurt.tracing.events import PHASE, RECEIVE, Instant, LaneWork, Sample, TaskTimes, Trace
 from dask_gpurt.tracing.formats.arrows import ArrowFinder, Arrows
 
 #: Kinds of rows.
 THREAD, LANE, QUANTITY, INSTANTS = "thread", "lane", "quantity", "instants"
+#: A part of a shuffle may seem to end that much later than its task, because different clocks timed
+#: the two. The picture cuts it off.
+_CUT_NS = 20_000_000
 #: The path of idle time of a lane, as in the ledger.
 WAITING = "waiting"
 
@@ -58,11 +61,20 @@ class PictureRow:
 
 
 class SliceBegin(NamedTuple):
-    """The begin of a slice, whose `SliceEnd` follows later."""
+    """The begin of a slice, whose `SliceEnd` follows later.
+
+    Attributes
+    ----------
+    end_ns
+        Where the slice ends in the picture.
+    cut_ns
+        How much later the event ended.
+    """
 
     row: PictureRow
     at_ns: int
     end_ns: int
+    cut_ns: int
     event: LaneWork | TaskTimes
     arrows: Arrows
 
@@ -94,6 +106,11 @@ class _RowGroup:
         """Return a row whose innermost open slice goes on until a time."""
         return next((row for row in self.rows if row.ends_ns and row.ends_ns[-1] >= end_ns), None)
 
+    def around_about(self, end_ns: int) -> tuple[PictureRow | None, int]:
+        """Return a row whose innermost open slice goes on until about a time, and the end there."""
+        row = self.around(end_ns) or self.around(end_ns - _CUT_NS)
+        return row, min(end_ns, row.ends_ns[-1]) if row else end_ns
+
 
 class _Rows:
     """All rows of a trace, and the open slices on them."""
@@ -114,16 +131,17 @@ class _Rows:
                 heapq.heappush(group.free, row.index)
             yield SliceEnd(row, end_ns)
 
-    def begin(self, event: LaneWork | TaskTimes, end_ns: int) -> PictureRow:
-        """Find a row for a slice, and open the slice."""
+    def begin(self, event: LaneWork | TaskTimes, end_ns: int) -> tuple[PictureRow, int]:
+        """Open a slice on a row. Return the row, and the end of the slice there."""
         if isinstance(event, TaskTimes):
             kind, name = THREAD, ""
         else:
             kind, name = LANE, event.lane
             if event.lane == PHASE and event.thread:
                 task_rows = self._group(event.process, THREAD, "", event.thread)
-                if row := task_rows.around(end_ns):
-                    return self._open_on(row, task_rows, end_ns)
+                row, shown_ns = task_rows.around_about(end_ns)
+                if row is not None:
+                    return self._open_on(row, task_rows, shown_ns), shown_ns
         group = self._group(event.process, kind, name, event.thread)
         row = None
         if isinstance(event, LaneWork) and event.path == WAITING:
@@ -132,7 +150,7 @@ class _Rows:
             row = group.rows[heapq.heappop(group.free)]
         if row is None:
             row = self._add(group, event.process, kind, name, event.thread)
-        return self._open_on(row, group, end_ns)
+        return self._open_on(row, group, end_ns), end_ns
 
     def of_point(self, event: Instant | Sample) -> PictureRow:
         """Return the row of an instant or a sample."""
@@ -193,13 +211,15 @@ def drawn_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
 def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
     """Draw a trace, in the order of time.
 
-    An event that ends before its start gets no length.
+    Of events that start together, tasks come first, and receives last: viewers draw an arrow in the
+    order of events. An event that ends before its start gets no length.
     """
     arrows = ArrowFinder(trace)
     rows = _Rows()
+    work: list[LaneWork] = sorted(trace.work, key=work_order)
     for at_ns, _, _, event in heapq.merge(
         _timed(trace.tasks, "start_s", 0),
-        _timed(trace.work, "start_s", 1),
+        _timed(work, "start_s", 1),
         _timed(trace.instants, "at_s", 2),
         _timed(drawn_samples(trace.samples), "at_s", 3),
     ):
@@ -209,7 +229,8 @@ def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
             continue
         end_ns = max(nanoseconds(event.end_s), at_ns)
         found = arrows.of_task(event) if isinstance(event, TaskTimes) else arrows.of_work(event)
-        yield SliceBegin(rows.begin(event, end_ns), at_ns, end_ns, event, found)
+        row, shown_ns = rows.begin(event, end_ns)
+        yield SliceBegin(row, at_ns, shown_ns, end_ns - shown_ns, event, found)
     yield from rows.ended(float("inf"))
 
 
@@ -218,10 +239,16 @@ _POINTS = (Instant, Sample)
 _Event = LaneWork | TaskTimes | Instant | Sample
 
 
+def work_order(work: LaneWork) -> tuple[int, bool]:
+    """Sort work by its start. Of a send and its receive that start together, the send is first."""
+    return nanoseconds(work.start_s), work.path == RECEIVE
+
+
 def _timed(
     events: Iterable[_Event], time: str, order: int
 ) -> Iterator[tuple[int, int, int, _Event]]:
     """Yield events with their times, and with numbers that decide between equal times."""
     time_of = attrgetter(time)
-    for number, event in enumerate(sorted(events, key=time_of)):
-        yield nanoseconds(time_of(event)), order, number, event
+    timed = ((nanoseconds(time_of(event)), event) for event in events)
+    for number, (at_ns, event) in enumerate(sorted(timed, key=itemgetter(0))):
+        yield at_ns, order, number, event

@@ -93,9 +93,17 @@ def test_a_wait_lies_in_the_work_that_waits():
 
 def test_a_part_of_a_shuffle_lies_in_its_task():
     parts = [work(PHASE, "partition", 1, 3, thread=7), work(PHASE, "sort", 2, 3, thread=7)]
-    late = work(PHASE, "late", 3, 12, thread=7)
+    late = work(PHASE, "late", 3, 9.1, thread=7)
     trace = Trace([A], [*parts, late], [task(0, 0, 9, thread=7)])
     assert rows_of(trace) == [[("task", 1), ("partition", 2), ("sort", 3)], [("late", 1)]]
+
+
+def test_a_part_that_seems_to_end_after_its_task_is_cut():
+    part = work(PHASE, "partition", 1, 9.01, thread=7)
+    trace = Trace([A], [part], [task(0, 0, 9, thread=7)])
+    assert rows_of(trace) == [[("task", 1), ("partition", 2)]]
+    (drawn,) = (one for one in draw(trace) if isinstance(one, SliceBegin) and one.event == part)
+    assert (drawn.end_ns, drawn.cut_ns) == (9 * 10**9, 10**7)
 
 
 def test_each_thread_has_its_row_and_a_number():
@@ -135,6 +143,15 @@ def test_a_message_goes_from_send_to_receive():
     assert finder.of_work(receives[0]._replace(peer=B.address)).chain not in out
 
 
+def test_a_send_is_drawn_before_a_receive_of_the_same_time():
+    receive = work("communication", RECEIVE, 1, 2, process=1, peer=A.address, message=1)
+    send = work("communication", SEND, 1, 2, peer=B.address, message=1)
+    drawn = [
+        one.event for one in draw(Trace([A, B], [receive, send])) if isinstance(one, SliceBegin)
+    ]
+    assert drawn == [send, receive]
+
+
 def test_outputs_go_along_a_chain():
     tasks = [task(0, 0, 1), task(1, 1, 2, needs=(0,)), task(2, 2, 3, needs=(1,))]
     arrows = list(map(ArrowFinder(Trace([A], tasks=tasks)).of_task, tasks))
@@ -156,6 +173,8 @@ def test_an_output_passes_the_fetch_that_brought_it():
         other = fetch._replace(peer="tcp://c")
         finder = ArrowFinder(Trace([A, B], [fetch, other], tasks))
         assert finder.of_work(other).chain == 0
+        late = ArrowFinder(Trace([A, B], [fetch._replace(start_s=3.5)], tasks))
+        assert late.of_work(fetch).chain == 0 != late.of_task(tasks[0]).chain
         on_way = finder.of_work(fetch)
         assert on_way.chain == finder.of_task(tasks[0]).chain == finder.of_task(tasks[1]).chain
         assert on_way.comes and on_way.goes

@@ -142,7 +142,9 @@ def test_threads_and_processes_have_numbers_of_their_own(shuffle):
     assert [one.process_name for one in processes] == [
         f"{one.name} on {one.host}" for one in trace.processes
     ]
-    assert {one.pid for one in threads} == {one.pid for one in processes}
+    pids = {one.pid for one in processes}
+    assert {one.pid for one in threads} == pids
+    assert not {one.tid for one in threads} & pids
 
 
 def test_a_lane_is_below_its_process(shuffle):
