@@ -36,10 +36,11 @@ def test_the_verdict_is_printed_before_the_tables(slow):
     assert lines[1] == "verdict"
     assert lines[2].startswith("  slow-link (up to ")
     assert lines[3] == "    gpurt.shuffle.compression: lz4"
-    titles = [line for line in lines if line and not line.startswith(" ")][-6:]
+    titles = [line for line in lines if line and not line.startswith(" ")][-7:]
     assert [title.split(":")[0] for title in titles] == [
         "critical path",
         "transfers, busiest first",
+        "links of hosts, busiest first",
         "workers, busiest first",
         "tasks by prefix",
         "tasks that waited most for data, added up over tasks",

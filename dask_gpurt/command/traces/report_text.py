@@ -61,6 +61,7 @@ def _tables(report: TraceReport) -> list[Table]:
     return [
         _path(report),
         _transfers(report),
+        *([_hosts(report)] if report.hosts else []),
         _workers(report),
         _tasks(report),
         _waiting(report),
@@ -97,6 +98,20 @@ def _transfers(report: TraceReport) -> Table:
         for row in report.transfers
     ]
     return "transfers, busiest first", head, rows
+
+
+def _hosts(report: TraceReport) -> Table:
+    rows = [
+        [
+            row.name,
+            nbytes_text(row.nbytes),
+            seconds_text(row.busy_s),
+            rate_text(row.rate),
+            f"{len(row.peers):,}",
+        ]
+        for row in report.hosts
+    ]
+    return "links of hosts, busiest first", ("link", "bytes", "busy", "rate", "other hosts"), rows
 
 
 def _workers(report: TraceReport) -> Table:

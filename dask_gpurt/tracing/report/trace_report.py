@@ -11,6 +11,7 @@ from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_te
 from dask_gpurt.tracing.report.critical_path import CriticalPath, critical_path
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.host_rows import HostRow, host_rows
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps, idle_gaps
 from dask_gpurt.tracing.report.processor_rules import processors
 from dask_gpurt.tracing.report.task_rows import TaskRow, task_rows
@@ -40,6 +41,7 @@ class TraceReport:
     path: CriticalPath
     bottlenecks: list[Bottleneck]
     transfers: list[TransferRow]
+    hosts: list[HostRow]
     workers: list[WorkerRow]
     tasks: list[TaskRow]
     gaps: IdleGaps
@@ -85,6 +87,7 @@ class TraceReport:
                 | {"share": row.share}
                 for row in self.transfers
             ],
+            "hosts": [row._asdict() for row in self.hosts],
             "workers": [row._asdict() for row in self.workers],
             "tasks": [row._asdict() for row in self.tasks],
             "idle_gaps": [row._asdict() for row in self.gaps.rows],
@@ -102,6 +105,7 @@ def report_of(trace: Trace) -> TraceReport:
         columns,
         critical_path(columns, stories),
         transfer_rows(columns),
+        host_rows(columns),
         worker_rows(columns),
         task_rows(columns),
         idle_gaps(columns, stories),
@@ -116,6 +120,7 @@ def report_of(trace: Trace) -> TraceReport:
         findings.path,
         found,
         findings.transfers,
+        findings.hosts,
         findings.workers,
         findings.tasks,
         findings.gaps,

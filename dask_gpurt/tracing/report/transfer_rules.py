@@ -21,6 +21,7 @@ from dask_gpurt.tracing.report.amounts import (
 )
 from dask_gpurt.tracing.report.event_columns import MESSAGE
 from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.task_stories import COMPUTING, DISK, MEMORY, NETWORK, PEER
 from dask_gpurt.tracing.report.transfer_rows import PAGEABLE, TransferRow
 
@@ -42,12 +43,41 @@ _COMPRESS = "gpurt.shuffle.compression: lz4"
 
 def slow_link(found: Findings) -> Bottleneck | None:
     """One link between hosts carries less than others, or less than it can, or all that it can."""
-    candidates = [
+    # Of a slow host, each pair is slow. The host's own link is the cause, and has the true rate.
+    candidates = [one for row in found.hosts if (one := _slow_host(found, row)) is not None] or [
         one
         for row in found.transfers
         if row.is_network and row.rate and (one := _slow_link(found, row)) is not None
     ]
     return max(candidates, key=lambda one: one.saves_s or 0.0, default=None)
+
+
+def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
+    """The link of one host carries less than those of others, so all of its pairs are slow."""
+    others = [
+        one.rate
+        for one in found.transfers
+        if one.is_network and one.rate and row.host not in (one.source, one.target)
+    ]
+    pairs = {one.link: one.rate for one in found.transfers if one.is_network and one.rate}
+    usual = statistics.median(others) if others else 0.0
+    own = [pairs[link] for link in row.links if link in pairs]
+    if len(own) < 2 or row.rate >= _SLOW * usual or max(own) >= _SLOW * usual:
+        return None
+    on_path_s = sum(found.path.seconds(NETWORK, link) for link in row.links)
+    saves_s = min(on_path_s, row.busy_s) * (1 - row.rate / usual)
+    if not found.is_worth(saves_s):
+        return None
+    return Bottleneck(
+        "slow-link",
+        f"the link {row.name} carried {rate_text(row.rate)} while it was busy "
+        f"({nbytes_text(row.nbytes)} in {seconds_text(row.busy_s)}), between other hosts went "
+        f"{rate_text(usual)}; the critical path waited {seconds_text(on_path_s)} for it",
+        "Find out what limits the link of this host: its card, its cable, a switch, or other "
+        "traffic.",
+        _COMPRESS if _compression(found) not in ("lz4", "zstd") else "",
+        saves_s,
+    )
 
 
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:

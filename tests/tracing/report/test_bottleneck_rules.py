@@ -45,6 +45,14 @@ def slow_link() -> MadeTrace:
     return made
 
 
+def slow_card() -> MadeTrace:
+    made = MadeTrace()
+    made.trace = ModelledShuffle(
+        (*HOSTS, "host4"), into={"host4": 100 * MB}, in_flight_nbytes=32 * MB
+    ).trace()
+    return made
+
+
 def network_bound() -> MadeTrace:
     made = MadeTrace()
     made.trace = ModelledShuffle(rate=100 * MB).trace()
@@ -231,6 +239,7 @@ def restarted() -> MadeTrace:
 
 PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
     "one slow link": ("slow-link", slow_link),
+    "a slow card": ("slow-link", slow_card),
     "a slow network": ("slow-link", network_bound),
     "a link below its bandwidth": ("slow-link", congested_link),
     "no compression": ("compression", uncompressed),
@@ -330,6 +339,16 @@ def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
     made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
+
+
+def test_a_slow_card_is_named_with_its_rate():
+    report = planted("a slow card")
+    assert report.bottlenecks[0].evidence.startswith("the link into host4 carried 100.0 MB/s")
+    rows = {row.name: row for row in report.hosts}
+    slow = rows.pop("into host4")
+    assert slow.peers == HOSTS and slow.rate == pytest.approx(100 * MB, rel=0.05)
+    into_others = [row.rate for row in rows.values() if row.direction == "into"]
+    assert len(into_others) == 3 and min(into_others) > 500 * MB
 
 
 def test_ranks_follow_savings():

@@ -165,9 +165,20 @@ def _transfers(report: TraceReport) -> str:
         TableColumn("rate", lambda row: rate_text(row.rate)),
         TableColumn("of link", lambda row: share_text(row.share)),
     ]
+    hosts = [
+        TableColumn("link of a host", lambda row: row.name, is_number=False),
+        TableColumn("bytes", lambda row: nbytes_text(row.nbytes)),
+        TableColumn(
+            "busy", lambda row: seconds_text(row.busy_s), share=lambda row: row.busy_s / longest_s
+        ),
+        TableColumn("rate", lambda row: rate_text(row.rate)),
+        TableColumn("other hosts", lambda row: f"{len(row.peers):,}"),
+    ]
+    of_hosts = f"<p></p>{table_html(hosts, report.hosts, '')}" if report.hosts else ""
     return f"""<h2>Transfers</h2>
 <p class="faint">Busiest first. The rate is that of the link while it was busy.</p>
 {table_html(columns, report.transfers, "Nothing moved.")}
+{of_hosts}
 <div style="margin-top:1rem">{links_over_time(report)}</div>"""
 
 
