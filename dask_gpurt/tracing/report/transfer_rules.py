@@ -45,23 +45,17 @@ def slow_link(found: Findings) -> Bottleneck | None:
     """One link between hosts carries less than others, or less than it can, or all that it can."""
     # Of a slow host, each pair is slow. The host's own link is the cause, and has the true rate.
     candidates = [one for row in found.hosts if (one := _slow_host(found, row)) is not None] or [
-        one
-        for row in found.transfers
-        if row.is_network and row.rate and (one := _slow_link(found, row)) is not None
+        one for row in _links(found) if (one := _slow_link(found, row)) is not None
     ]
     return max(candidates, key=lambda one: one.saves_s or 0.0, default=None)
 
 
 def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
     """The link of one host carries less than those of others, so all of its pairs are slow."""
-    others = [
-        one.rate
-        for one in found.transfers
-        if one.is_network and one.rate and row.host not in (one.source, one.target)
-    ]
-    pairs = {one.link: one.rate for one in found.transfers if one.is_network and one.rate}
+    pairs = _links(found)
+    others = [one.rate for one in pairs if row.host not in (one.source, one.target)]
     usual = statistics.median(others) if others else 0.0
-    own = [pairs[link] for link in row.links if link in pairs]
+    own = [one.rate for one in pairs if one.link in row.links]
     if len(own) < 2 or row.rate >= _SLOW * usual or max(own) >= _SLOW * usual:
         return None
     on_path_s = sum(found.path.seconds(NETWORK, link) for link in row.links)
@@ -80,16 +74,22 @@ def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
     )
 
 
+def _links(found: Findings) -> list[TransferRow]:
+    """Return for each pair of hosts the row with most bytes. Few bytes say little about a link."""
+    found_rows: dict[str, TransferRow] = {}
+    for one in found.transfers:
+        if one.is_network and one.rate:
+            most = found_rows.setdefault(one.link, one)
+            found_rows[one.link] = max(most, one, key=lambda row: row.nbytes)
+    return list(found_rows.values())
+
+
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
     on_path_s = min(found.path.seconds(NETWORK, row.link), _link_busy_s(found, row))
     if row.mean_nbytes < _SMALL_NBYTES:
         # The number of small messages costs this time, whatever the link can carry.
         on_path_s = max(on_path_s - row.n_transfers / row.n_processes * _MESSAGE_S, 0.0)
-    others = [
-        one.rate
-        for one in found.transfers
-        if one.is_network and one.rate and one.link != row.link and one.kind == row.kind
-    ]
+    others = [one.rate for one in _links(found) if one.link != row.link]
     usual = statistics.median(others) if others else 0.0
     said = (
         f"{row.link} carried {rate_text(row.rate)} while it was busy "
