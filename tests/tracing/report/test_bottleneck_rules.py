@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
 
 from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
+from dask_gpurt.tracing.report.processor_rules import processors
+from dask_gpurt.tracing.report.task_rules import TASK_RULES
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
@@ -18,6 +22,7 @@ from dask_gpurt.tracing.report.task_stories import (
     WORKER,
 )
 from dask_gpurt.tracing.report.trace_report import TraceReport, report_of
+from dask_gpurt.tracing.report.transfer_rules import TRANSFER_RULES
 from tests.tracing.made_traces import MB, MadeTrace, ModelledShuffle
 
 HOSTS = ("host1", "host2", "host3")
@@ -349,6 +354,19 @@ def test_a_slow_card_is_named_with_its_rate():
     assert slow.peers == HOSTS and slow.rate == pytest.approx(100 * MB, rel=0.05)
     into_others = [row.rate for row in rows.values() if row.direction == "into"]
     assert len(into_others) == 3 and min(into_others) > 500 * MB
+
+
+def test_the_guide_explains_each_rule():
+    guide = pathlib.Path(__file__).parents[3] / "docs" / "guides" / "read-a-trace.md"
+    explained = re.findall(r"^#### (.+)$", guide.read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted({rule for rule, _ in PLANTED.values()})
+
+
+def test_every_rule_is_planted():
+    rules = (*TRANSFER_RULES, *TASK_RULES, processors)
+    assert {rule.__name__.replace("_", "-") for rule in rules} == {
+        rule for rule, _ in PLANTED.values()
+    }
 
 
 def test_ranks_follow_savings():
