@@ -18,6 +18,8 @@ from dask_gpurt.tracing.report.task_stories import link_text
 
 #: Way of copies between a device and memory that the system may move.
 PAGEABLE = "pageable"
+#: Kind of copies that a foreign trace of a device has.
+COPY = "copy"
 #: Lanes that are no transfers: tasks and their parts. Messages and fetches have rows of their own.
 _NOT_COPIES = frozenset({COMPUTE, PHASE, COMMUNICATION, FETCH})
 
@@ -138,7 +140,11 @@ def _within_workers(
     picked = np.flatnonzero(
         (work.nbytes > 0) & (work.peer < 0) & np.isin(work.lane, lanes) & np.isin(work.path, paths)
     )
-    keys = np.stack([work.lane, work.path, work.way, work.process], axis=1)[picked]
+    # All streams of a device copy over the same links.
+    kinds = [*work.lanes, COPY]
+    is_device = np.isin(work.process, columns.places.devices)
+    kind = np.where(is_device, len(work.lanes), work.lane)
+    keys = np.stack([kind, work.path, work.way, work.process], axis=1)[picked]
     by_process, group = _groups(keys)
     n = len(by_process)
     busy_s = busy_by_group(group, work.start_s[picked], work.end_s[picked], n)
@@ -146,13 +152,13 @@ def _within_workers(
     counted = np.bincount(group, minlength=n)
     found, outer = _groups(by_process[:, :3])
     rows = []
-    for i, (lane, path, way) in enumerate(found.tolist()):
+    for i, (kind_number, path, way) in enumerate(found.tolist()):
         mine = outer == i
         source, _, target = work.paths[path].partition(" > ")
         total_s, total_nbytes = float(busy_s[mine].sum()), float(nbytes[mine].sum())
         rows.append(
             TransferRow(
-                work.lanes[lane],
+                kinds[kind_number],
                 source,
                 target,
                 work.ways[way],

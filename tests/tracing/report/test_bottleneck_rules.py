@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
-from dask_gpurt.tracing.report.processor_rules import processors
-from dask_gpurt.tracing.report.task_rules import TASK_RULES
+from dask_gpurt.tracing.report.rules.processor_rules import processors
+from dask_gpurt.tracing.report.rules.task_rules import TASK_RULES
+from dask_gpurt.tracing.report.rules.transfer_rules import TRANSFER_RULES
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
@@ -22,7 +23,6 @@ from dask_gpurt.tracing.report.task_stories import (
     WORKER,
 )
 from dask_gpurt.tracing.report.trace_report import TraceReport, report_of
-from dask_gpurt.tracing.report.transfer_rules import TRANSFER_RULES
 from tests.tracing.made_traces import MB, MadeTrace, ModelledShuffle
 
 HOSTS = ("host1", "host2", "host3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.devices.ledger import LedgerEntry, overlap
-from dask_gpurt.tracing.events import FETCH, LinkFacts, TraceProcess
+from dask_gpurt.tracing.events import DEVICE, FETCH, Instant, LinkFacts, TraceProcess
 from dask_gpurt.tracing.report.event_columns import prefix_of
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
 from dask_gpurt.tracing.report.trace_report import report_of
@@ -90,6 +90,34 @@ def test_copies_and_disks_are_rows_by_path_and_way():
     assert (disk.kind, disk.link, disk.busy_s, disk.rate) == ("write", "host to disk", 6, 100 * MB)
     assert (disk.n_processes, disk.longest_busy_s, disk.n_transfers) == (2, 3.0, 4)
     assert (copies.link, copies.way) == ("host to device", "pageable")
+
+
+def test_streams_of_a_device_copy_over_one_link():
+    made = two_hosts()
+    made.trace.processes.append(TraceProcess("gpu", "H100", "a", DEVICE))
+    for stream in (7, 13):
+        work = {"nbytes": 100 * MB, "way": "pageable"}
+        made.work(2, f"stream {stream}", "host to device", stream, stream + 2, **work)
+    made.work(2, "stream 7", "a kernel", 0.0, 9.0)
+    (row,) = report_of(made.trace).transfers
+    assert (row.kind, row.link, row.way) == ("copy", "host to device", "pageable")
+    assert (row.n_transfers, row.busy_s, row.rate) == (2, 4.0, 50 * MB)
+
+
+def test_kernels_and_happenings_are_summed_up():
+    made = two_hosts()
+    made.trace.about = {
+        "kernels": [["gpu", "sum", 3, 0.5], ["gpu", "join", 1, 2], "damaged", ["gpu", 7, 1, 1.0]],
+        "program": "x",
+    }
+    names = ["evicted", "restart", "evicted"]
+    made.trace.instants = [Instant(0, name, float(i), "why") for i, name in enumerate(names)]
+    report = report_of(made.trace)
+    assert [(row.name, row.busy_s) for row in report.kernels] == [("join", 2.0), ("sum", 0.5)]
+    assert report.about == {"program": "x"}
+    restart, evicted = report.happenings
+    assert restart == ("restart", 1, 1.0, 1.0, "why")
+    assert (evicted.n_times, evicted.first_s, evicted.last_s) == (2, 0.0, 2.0)
 
 
 def test_relayed_messages_are_counted_apart():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_text
-from dask_gpurt.tracing.report.findings import Findings
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_rows import TaskRow
 from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, MEMORY, SCHEDULER
 from dask_gpurt.tracing.report.worker_rows import WorkerRow

@@ -20,8 +20,8 @@ from dask_gpurt.tracing.report.amounts import (
     share_text,
 )
 from dask_gpurt.tracing.report.event_columns import MESSAGE
-from dask_gpurt.tracing.report.findings import Findings
 from dask_gpurt.tracing.report.host_rows import HostRow
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, DISK, MEMORY, NETWORK, PEER
 from dask_gpurt.tracing.report.transfer_rows import PAGEABLE, TransferRow
 

@@ -11,7 +11,7 @@ import numpy as np
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.report.amounts import count_text, seconds_text
 from dask_gpurt.tracing.report.busy_time import Column, amount_over_time, crowded
-from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, WORKER
 
 #: Name of the samples: processors in use since the last sample.
