@@ -211,6 +211,14 @@ def serial_chain() -> MadeTrace:
     return made
 
 
+def chain_on_one_worker() -> MadeTrace:
+    made = four_workers()
+    last: tuple[int, ...] = ()
+    for i in range(40):
+        last = (made.task("iterate", 0, float(i), float(i), i + 1.0, last, thread=0),)
+    return made
+
+
 def waits_for_memory() -> MadeTrace:
     made = four_workers()
     even_work(made, 4.0)
@@ -260,6 +268,7 @@ PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
     "a busy scheduler": ("scheduler-bound", busy_scheduler),
     "a slow client": ("client-bound", slow_client),
     "a chain of tasks": ("idle-threads", serial_chain),
+    "a chain on one worker": ("idle-threads", chain_on_one_worker),
     "no memory": ("memory-wait", waits_for_memory),
     "one interpreter": ("processors", one_interpreter),
     "full hosts": ("processors", full_hosts),
@@ -344,6 +353,11 @@ def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
     made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
+
+
+def test_a_hot_key_does_not_make_a_worker_slow():
+    report = planted("a hot key")
+    assert max(row.slowness for row in report.workers) < 1.1
 
 
 def test_a_slow_card_is_named_with_its_rate():

@@ -154,6 +154,7 @@ def test_workers_are_compared_with_the_mean_and_with_others():
     for i in range(6):
         made.task("work", 0, 0.0, float(i), i + 1.0, thread=1)
     made.task("work", 1, 0.0, 0.0, 3.0, thread=1)
+    made.task("alone", 1, 3.0, 3.0, 3.0, thread=1)
     first, second = report_of(made.trace).workers
     assert (first.name, first.busy_share, first.skew) == ("a-0", 1.0, pytest.approx(4 / 3))
     assert (second.busy_share, second.slowness, first.slowness) == (0.5, 3.0, pytest.approx(1 / 3))

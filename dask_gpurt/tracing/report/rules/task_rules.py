@@ -97,7 +97,8 @@ def _full_worker(found: Findings) -> Bottleneck | None:
         return None
     path_s = found.path.computing_by(found.columns.tasks.process).get(row.process, 0.0)
     uneven_s = row.busy_share * found.wall_s * (1 - 1 / row.skew)
-    saves_s = min(path_s, uneven_s)
+    # Where nothing waited for a thread, other workers could not have helped.
+    saves_s = min(path_s, uneven_s, found.path.crowded_s)
     if not found.is_worth(saves_s):
         return None
     return Bottleneck(
