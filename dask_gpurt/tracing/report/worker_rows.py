@@ -12,6 +12,8 @@ from dask_gpurt.tracing.events import PHASE
 from dask_gpurt.tracing.report.busy_time import Column, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 
+#: A median of fewer tasks says little.
+_ENOUGH_TASKS = 3
 #: Of more processes, one more or less does not change the median.
 _FEW_PROCESSES = 50
 #: Name of the lane of tasks in `WorkerRow.lanes_s`.
@@ -134,6 +136,8 @@ def _slowness(columns: Columns) -> Column:
     order = np.lexsort((columns.working_s, pair))
     pairs, first, counted = np.unique(pair[order], return_index=True, return_counts=True)
     median_s = columns.working_s[order][first + counted // 2]
+    is_enough = counted >= _ENOUGH_TASKS
+    pairs, counted, median_s = pairs[is_enough], counted[is_enough], median_s[is_enough]
     own_s, expected_s = np.zeros(n), np.zeros(n)
     prefixes, processes = np.divmod(pairs, n)
     bounds = np.searchsorted(prefixes, np.arange(n_prefixes + 1))

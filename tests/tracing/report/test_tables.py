@@ -151,13 +151,22 @@ def test_the_overlap_is_that_of_the_ledger():
 
 def test_workers_are_compared_with_the_mean_and_with_others():
     made = two_hosts()
-    for i in range(6):
+    for i in range(18):
         made.task("work", 0, 0.0, float(i), i + 1.0, thread=1)
-    made.task("work", 1, 0.0, 0.0, 3.0, thread=1)
-    made.task("alone", 1, 3.0, 3.0, 3.0, thread=1)
+    for i in range(3):
+        made.task("work", 1, 0.0, 3.0 * i, 3.0 * i + 3, thread=1)
+    made.task("alone", 1, 9.0, 9.0, 9.0, thread=1)
     first, second = report_of(made.trace).workers
     assert (first.name, first.busy_share, first.skew) == ("a-0", 1.0, pytest.approx(4 / 3))
     assert (second.busy_share, second.slowness, first.slowness) == (0.5, 3.0, pytest.approx(1 / 3))
+
+
+def test_few_tasks_do_not_make_a_worker_slow():
+    made = two_hosts()
+    for i in range(8):
+        made.task("work", 0, 0.0, float(i), i + 1.0, thread=1)
+    made.task("work", 1, 0.0, 0.0, 30.0, thread=1)
+    assert [row.slowness for row in report_of(made.trace).workers] == [1.0, 1.0]
 
 
 def test_time_held_back_is_not_work():
