@@ -11,6 +11,7 @@ import numpy as np
 
 from dask_gpurt.tracing.report.busy_time import busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
+from dask_gpurt.tracing.report.transfer_rows import rate_of
 
 INTO, OUT_OF = "into", "out of"
 
@@ -63,7 +64,7 @@ def host_rows(columns: Columns) -> list[HostRow]:
         pairs = np.unique(np.stack([ends, others], axis=1), axis=0)
         for host in np.flatnonzero(busy_s > 0).tolist():
             peers = tuple(hops.hosts[i] for i in pairs[pairs[:, 0] == host, 1].tolist())
-            rate = float(nbytes[host] / busy_s[host])
+            rate = rate_of(nbytes[host], busy_s[host])
             rows.append(
                 HostRow(
                     *(hops.hosts[host], direction, peers),

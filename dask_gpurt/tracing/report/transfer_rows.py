@@ -121,7 +121,7 @@ def _between_workers(
                 int(counted[i]),
                 int(senders[i]),
                 float(busy_s[i]),
-                _rate(nbytes[i], busy_s[i]),
+                rate_of(nbytes[i], busy_s[i]),
                 _bandwidth(bandwidths, *ends, ways[way]),
                 float(busy_s[i]),
                 True,
@@ -166,7 +166,7 @@ def _within_workers(
                 int(counted[mine].sum()),
                 int(mine.sum()),
                 total_s,
-                _rate(total_nbytes, total_s),
+                rate_of(total_nbytes, total_s),
                 _bandwidth(bandwidths, source, target, work.ways[way]),
                 float(busy_s[mine].max()),
                 False,
@@ -186,5 +186,6 @@ def _n_distinct(group: np.ndarray, value: np.ndarray, n_groups: int) -> np.ndarr
     return np.bincount(pairs[:, 0], minlength=n_groups)
 
 
-def _rate(nbytes: float, busy_s: float) -> float:
-    return float(nbytes / busy_s) if busy_s > 0 else 0.0
+def rate_of(nbytes: float, busy_s: float) -> float:
+    """Return bytes a second; 0 if the time is too short to say."""
+    return float(nbytes / busy_s) if busy_s > 1e-9 else 0.0
