@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -36,10 +37,11 @@ def test_the_verdict_is_printed_before_the_tables(slow):
     assert lines[1] == "verdict"
     assert lines[2].startswith("  slow-link (up to ")
     assert lines[3] == "    gpurt.shuffle.compression: lz4"
-    titles = [line for line in lines if line and not line.startswith(" ")][-6:]
-    assert [title.split(":")[0] for title in titles] == [
+    titles = [line for line in lines if line and not line.startswith(" ")][-7:]
+    assert [re.split(r":| \(see", title)[0] for title in titles] == [
         "critical path",
         "transfers, busiest first",
+        "links of hosts, busiest first",
         "workers, busiest first",
         "tasks by prefix",
         "tasks that waited most for data, added up over tasks",
@@ -49,7 +51,7 @@ def test_the_verdict_is_printed_before_the_tables(slow):
 
 def test_the_slow_link_is_the_first_transfer(slow):
     lines = run(slow).stdout.splitlines()
-    row = lines[lines.index("transfers, busiest first") + 2]
+    row = lines[lines.index("transfers, busiest first (see slow-link)") + 2]
     assert row.split()[:5] == ["message", "host1", "to", "host2", "tcp"]
     assert "100.0 MB/s" in row and "10 %" in row
 

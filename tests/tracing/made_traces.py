@@ -113,6 +113,8 @@ class ModelledShuffle:
     ----------
     rates
         Bytes a second of the link between two hosts; `rate` for others.
+    into
+        Bytes a second that a host can receive from all others together.
     slowdown
         Factor for the tasks of a worker, by its index.
     weights
@@ -130,6 +132,7 @@ class ModelledShuffle:
     message_nbytes: float = 4 * MB
     rate: float = 1000 * MB
     rates: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    into: Mapping[str, float] = field(default_factory=dict)
     slowdown: Mapping[int, float] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
     read_s: float = 0.30
@@ -253,8 +256,11 @@ class _Play:
         link = self._hosts[worker], self._hosts[peer]
         is_here = link[0] == link[1]
         rate = 4000 * MB if is_here else self._model.rates.get(link, self._model.rate)
-        free_s = max(self._free_s.get(link, 0.0), self._now_s)
-        self._free_s[link] = arrived_s = free_s + nbytes / rate
+        # All that a host receives from others may go through one link.
+        name = (link[1], "") if link[1] in self._model.into and not is_here else link
+        rate = self._model.into[link[1]] if name != link else rate
+        free_s = max(self._free_s.get(name, 0.0), self._now_s)
+        self._free_s[name] = arrived_s = free_s + nbytes / rate
         answered_s = arrived_s + 0.0005 + nbytes / (3000 * MB)
         self._answers[worker].append((answered_s, nbytes))
         way = "shared memory" if is_here else "tcp"

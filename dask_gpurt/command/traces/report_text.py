@@ -61,10 +61,13 @@ def _tables(report: TraceReport) -> list[Table]:
     return [
         _path(report),
         _transfers(report),
+        *([_hosts(report)] if report.hosts else []),
         _workers(report),
         _tasks(report),
         _waiting(report),
         _gaps(report),
+        *([_happenings(report)] if report.happenings else []),
+        *([_kernels(report)] if report.kernels else []),
     ]
 
 
@@ -96,7 +99,21 @@ def _transfers(report: TraceReport) -> Table:
         ]
         for row in report.transfers
     ]
-    return "transfers, busiest first", head, rows
+    return "transfers, busiest first" + _see(report, "transfers"), head, rows
+
+
+def _hosts(report: TraceReport) -> Table:
+    rows = [
+        [
+            row.name,
+            nbytes_text(row.nbytes),
+            seconds_text(row.busy_s),
+            rate_text(row.rate),
+            f"{len(row.peers):,}",
+        ]
+        for row in report.hosts
+    ]
+    return "links of hosts, busiest first", ("link", "bytes", "busy", "rate", "other hosts"), rows
 
 
 def _workers(report: TraceReport) -> Table:
@@ -119,7 +136,7 @@ def _workers(report: TraceReport) -> Table:
         ]
         for row in report.workers
     ]
-    return "workers, busiest first", head, rows
+    return "workers, busiest first" + _see(report, "workers"), head, rows
 
 
 def _tasks(report: TraceReport) -> Table:
@@ -136,7 +153,7 @@ def _tasks(report: TraceReport) -> Table:
         ]
         for row in report.tasks
     ]
-    return "tasks by prefix", head, rows
+    return "tasks by prefix" + _see(report, "tasks"), head, rows
 
 
 def _waiting(report: TraceReport) -> Table:
@@ -150,7 +167,8 @@ def _waiting(report: TraceReport) -> Table:
         ]
         for row in report.waiting
     ]
-    return "tasks that waited most for data, added up over tasks", head, rows
+    title = "tasks that waited most for data, added up over tasks"
+    return title + _see(report, "waits"), head, rows
 
 
 def _gaps(report: TraceReport) -> Table:
@@ -168,4 +186,34 @@ def _gaps(report: TraceReport) -> Table:
         "idle threads: gaps from 0.1 s between tasks, "
         f"{seconds_text(report.gaps.total_s)} over all threads"
     )
-    return title, ("worker", "waited for", "gaps", "time", "longest"), rows
+    head = ("worker", "waited for", "gaps", "time", "longest")
+    return title + _see(report, "idle threads"), head, rows
+
+
+def _happenings(report: TraceReport) -> Table:
+    head = ("event", "times", "first at", "last at", "the first")
+    rows = [
+        [
+            row.name,
+            f"{row.n_times:,}",
+            seconds_text(row.first_s),
+            seconds_text(row.last_s),
+            row.detail or "-",
+        ]
+        for row in report.happenings
+    ]
+    return "what happened, the rarest first" + _see(report, "happenings"), head, rows
+
+
+def _kernels(report: TraceReport) -> Table:
+    rows = [
+        [row.name, row.device, f"{row.n_launches:,}", seconds_text(row.busy_s)]
+        for row in report.kernels
+    ]
+    return "kernels of GPUs, busiest first", ("kernel", "device", "launches", "time"), rows
+
+
+def _see(report: TraceReport, section: str) -> str:
+    """Return the rules of the verdict that a table shows."""
+    rules = report.rules_about(section)
+    return f" (see {', '.join(rules)})" if rules else ""

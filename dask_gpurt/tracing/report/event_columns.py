@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
-from dask_gpurt.tracing.events import FETCH, PHASE, RECEIVE, SEND, WORKER, Trace, TraceProcess
+from dask_gpurt.tracing.events import (
+    DEVICE,
+    FETCH,
+    PHASE,
+    RECEIVE,
+    SEND,
+    WORKER,
+    Trace,
+    TraceProcess,
+)
 from dask_gpurt.tracing.report.amounts import name_text
 from dask_gpurt.tracing.report.busy_time import Column
 
@@ -102,6 +111,7 @@ class Places:
         self.names = [_name_of(one) for one in trace.processes]
         self.hosts = [one.host or _host_in(one.address) for one in trace.processes]
         self.n_processes = len(self.names)
+        self.devices = [i for i, one in enumerate(trace.processes) if one.kind == DEVICE]
         self.workers = [i for i, one in enumerate(trace.processes) if one.kind == WORKER]
         self._index = {one.address: i for i, one in enumerate(trace.processes)}
         self._index[""] = -1

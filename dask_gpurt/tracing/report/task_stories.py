@@ -14,6 +14,7 @@ import numpy as np
 from dask_gpurt.tracing.events import FETCH, PHASE
 from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded
 from dask_gpurt.tracing.report.event_columns import Columns, is_barrier
+from dask_gpurt.tracing.report.grouped_rows import GroupedRows
 
 #: What a segment was spent with, or waited for.
 COMPUTING = "computing"
@@ -90,21 +91,21 @@ class TaskStories:
         self._columns = columns
         self._places = columns.places
         self._busy: dict[int, Coverage] = {}
-        self._by_process = _Grouped(columns.tasks.process)
-        self._by_known = _Grouped(columns.tasks.process, None, columns.tasks.known_s)
+        self._by_process = GroupedRows(columns.tasks.process)
+        self._by_known = GroupedRows(columns.tasks.process, None, columns.tasks.known_s)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
         self._last: dict[int, int | None] = {}
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
-        self._held = _Grouped(work.process, columns.held_back, work.start_s)
+        self._held = GroupedRows(work.process, columns.held_back, work.start_s)
         is_read = work.is_lane("read") | (work.is_lane(PHASE) & work.is_path("disk-read"))
-        self._reads = _Grouped(work.process, np.flatnonzero(is_read), work.start_s)
+        self._reads = GroupedRows(work.process, np.flatnonzero(is_read), work.start_s)
         # A store that writes values makes room for others.
         makes_room = work.is_lane("write") | work.is_lane("spill")
         makes_room |= work.is_lane(PHASE) & work.is_path("memory-room")
-        self._making_room = _Grouped(work.process, np.flatnonzero(makes_room))
+        self._making_room = GroupedRows(work.process, np.flatnonzero(makes_room))
         is_fetch = hops.kind == hops.kinds.index(FETCH)
-        self._fetches = _Grouped(hops.receiver, np.flatnonzero(is_fetch), hops.end_s)
+        self._fetches = GroupedRows(hops.receiver, np.flatnonzero(is_fetch), hops.end_s)
         self._covered: dict[tuple[str, int], Coverage] = {}
         messages = np.flatnonzero(~is_fetch)
         links = hops.source[messages].astype(np.int64) << 32 | hops.target[messages]
@@ -112,7 +113,7 @@ class TaskStories:
             (int(link) >> 32, int(link) & 0xFFFFFFFF): Coverage(
                 hops.start_s[rows], hops.wire_end_s[rows]
             )
-            for link, rows in _Grouped(links, labels=messages).items()
+            for link, rows in GroupedRows(links, labels=messages).items()
         }
         self._answers = Coverage(hops.wire_end_s[messages], hops.end_s[messages])
 
@@ -302,12 +303,12 @@ class TaskStories:
         hops = self._columns.hops
         return self._cached("fetches", self._fetches, process, hops.start_s, hops.end_s)
 
-    def _coverage(self, name: str, grouped: _Grouped, process: int) -> Coverage:
+    def _coverage(self, name: str, grouped: GroupedRows, process: int) -> Coverage:
         work = self._columns.work
         return self._cached(name, grouped, process, work.start_s, work.end_s)
 
     def _cached(
-        self, name: str, grouped: _Grouped, process: int, start_s: Column, end_s: Column
+        self, name: str, grouped: GroupedRows, process: int, start_s: Column, end_s: Column
     ) -> Coverage:
         if (name, process) not in self._covered:
             rows = grouped[process]
@@ -331,51 +332,3 @@ def _previous(columns: Columns) -> Column:
 def link_text(source: str, target: str) -> str:
     """Return the name of a link between hosts, or within one."""
     return f"within {source}" if source == target else f"{source} to {target}"
-
-
-class _Grouped:
-    """Rows of a table by a group, in order of a time if one is given.
-
-    Parameters
-    ----------
-    group
-        The group of each row.
-    rows
-        The rows to keep. Default: all.
-    times_s
-        Rows of a group are ordered by it.
-    labels
-        Values to return instead of the rows, if `group` has one for each of them.
-    """
-
-    def __init__(
-        self,
-        group: Column,
-        rows: Column | None = None,
-        times_s: Column | None = None,
-        labels: Column | None = None,
-    ) -> None:
-        rows = np.arange(len(group)) if rows is None else rows
-        keys = (group[rows],) if times_s is None else (times_s[rows], group[rows])
-        order = np.lexsort(keys)
-        groups = group[rows][order]
-        self._rows = rows[order] if labels is None else labels[rows[order]]
-        self._times_s = times_s
-        names, first = np.unique(groups, return_index=True)
-        ends = np.append(first[1:], len(groups))[: len(first)]
-        bounds = zip(first.tolist(), ends.tolist(), strict=True)
-        self._bounds = dict(zip(names.tolist(), bounds, strict=True))
-
-    def __getitem__(self, group: int) -> Column:
-        start, end = self._bounds.get(group, (0, 0))
-        return self._rows[start:end]
-
-    def items(self) -> Iterable[tuple[int, Column]]:
-        return ((group, self[group]) for group in self._bounds)
-
-    def within(self, group: int, start_s: float, end_s: float) -> Column:
-        """Return the rows of a group whose time is in a period, in order."""
-        assert self._times_s is not None
-        rows = self[group]
-        a, b = np.searchsorted(self._times_s[rows], (start_s, end_s))
-        return rows[a:b]

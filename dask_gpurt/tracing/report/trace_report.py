@@ -10,16 +10,32 @@ from dask_gpurt.tracing.events import Trace
 from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.report.critical_path import CriticalPath, critical_path
 from dask_gpurt.tracing.report.event_columns import Columns
-from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.happenings import (
+    Happening,
+    KernelRow,
+    happenings,
+    kernel_rows,
+)
+from dask_gpurt.tracing.report.host_rows import HostRow, host_rows
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps, idle_gaps
-from dask_gpurt.tracing.report.processor_rules import processors
+from dask_gpurt.tracing.report.rules.findings import Findings
+from dask_gpurt.tracing.report.rules.processor_rules import processors
+from dask_gpurt.tracing.report.rules.task_rules import TASK_RULES
+from dask_gpurt.tracing.report.rules.transfer_rules import TRANSFER_RULES
 from dask_gpurt.tracing.report.task_rows import TaskRow, task_rows
-from dask_gpurt.tracing.report.task_rules import TASK_RULES
 from dask_gpurt.tracing.report.task_stories import TaskStories
 from dask_gpurt.tracing.report.transfer_rows import TransferRow, transfer_rows
-from dask_gpurt.tracing.report.transfer_rules import TRANSFER_RULES
 from dask_gpurt.tracing.report.worker_rows import WorkerRow, worker_rows
 
+#: Sections of the report, and the rules whose evidence is there.
+SECTIONS = {
+    "transfers": {"slow-link", "compression", "small-messages", "pageable-copies", "spill"},
+    "workers": {"skew", "slow-worker", "processors", "back-pressure"},
+    "tasks": {"skew", "few-partitions", "too-many-partitions"},
+    "waits": {"memory-wait", "scheduler-bound", "slow-link"},
+    "idle threads": {"idle-threads", "client-bound", "few-partitions", "slow-worker"},
+    "happenings": {"restarts"},
+}
 #: The clock of a process is named if its error can be larger.
 _SMALL_ERROR_S = 0.005
 
@@ -40,9 +56,12 @@ class TraceReport:
     path: CriticalPath
     bottlenecks: list[Bottleneck]
     transfers: list[TransferRow]
+    hosts: list[HostRow]
     workers: list[WorkerRow]
     tasks: list[TaskRow]
     gaps: IdleGaps
+    happenings: list[Happening]
+    kernels: list[KernelRow]
     notes: list[str]
     findings: Findings
 
@@ -51,6 +70,17 @@ class TraceReport:
         """Return prefixes whose tasks waited for data, the longest wait first."""
         rows = [row for row in self.tasks if row.data_wait_s > 0]
         return sorted(rows, key=lambda row: -row.data_wait_s)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return versions, settings and the program."""
+        about = self.findings.columns.trace.about
+        return {name: value for name, value in about.items() if name != "kernels"}
+
+    def rules_about(self, section: str) -> list[str]:
+        """Return the rules that found something in a section of the report."""
+        rules = SECTIONS[section]
+        return [one.rule for one in self.bottlenecks if one.rule in rules]
 
     @property
     def headline(self) -> str:
@@ -85,12 +115,15 @@ class TraceReport:
                 | {"share": row.share}
                 for row in self.transfers
             ],
+            "hosts": [row._asdict() for row in self.hosts],
             "workers": [row._asdict() for row in self.workers],
             "tasks": [row._asdict() for row in self.tasks],
             "idle_gaps": [row._asdict() for row in self.gaps.rows],
             "idle_s": self.gaps.total_s,
+            "happenings": [row._asdict() for row in self.happenings],
+            "kernels": [row._asdict() for row in self.kernels],
             "notes": self.notes,
-            "about": trace.about,
+            "about": self.about,
         }
 
 
@@ -102,6 +135,7 @@ def report_of(trace: Trace) -> TraceReport:
         columns,
         critical_path(columns, stories),
         transfer_rows(columns),
+        host_rows(columns),
         worker_rows(columns),
         task_rows(columns),
         idle_gaps(columns, stories),
@@ -116,9 +150,12 @@ def report_of(trace: Trace) -> TraceReport:
         findings.path,
         found,
         findings.transfers,
+        findings.hosts,
         findings.workers,
         findings.tasks,
         findings.gaps,
+        happenings(trace.instants),
+        kernel_rows(trace.about),
         _notes(columns),
         findings,
     )

@@ -18,6 +18,8 @@ from dask_gpurt.tracing.report.task_stories import link_text
 
 #: Way of copies between a device and memory that the system may move.
 PAGEABLE = "pageable"
+#: Kind of copies that a foreign trace of a device has.
+COPY = "copy"
 #: Lanes that are no transfers: tasks and their parts. Messages and fetches have rows of their own.
 _NOT_COPIES = frozenset({COMPUTE, PHASE, COMMUNICATION, FETCH})
 
@@ -119,7 +121,7 @@ def _between_workers(
                 int(counted[i]),
                 int(senders[i]),
                 float(busy_s[i]),
-                _rate(nbytes[i], busy_s[i]),
+                rate_of(nbytes[i], busy_s[i]),
                 _bandwidth(bandwidths, *ends, ways[way]),
                 float(busy_s[i]),
                 True,
@@ -138,7 +140,11 @@ def _within_workers(
     picked = np.flatnonzero(
         (work.nbytes > 0) & (work.peer < 0) & np.isin(work.lane, lanes) & np.isin(work.path, paths)
     )
-    keys = np.stack([work.lane, work.path, work.way, work.process], axis=1)[picked]
+    # All streams of a device copy over the same links.
+    kinds = [*work.lanes, COPY]
+    is_device = np.isin(work.process, columns.places.devices)
+    kind = np.where(is_device, len(work.lanes), work.lane)
+    keys = np.stack([kind, work.path, work.way, work.process], axis=1)[picked]
     by_process, group = _groups(keys)
     n = len(by_process)
     busy_s = busy_by_group(group, work.start_s[picked], work.end_s[picked], n)
@@ -146,13 +152,13 @@ def _within_workers(
     counted = np.bincount(group, minlength=n)
     found, outer = _groups(by_process[:, :3])
     rows = []
-    for i, (lane, path, way) in enumerate(found.tolist()):
+    for i, (kind_number, path, way) in enumerate(found.tolist()):
         mine = outer == i
         source, _, target = work.paths[path].partition(" > ")
         total_s, total_nbytes = float(busy_s[mine].sum()), float(nbytes[mine].sum())
         rows.append(
             TransferRow(
-                work.lanes[lane],
+                kinds[kind_number],
                 source,
                 target,
                 work.ways[way],
@@ -160,7 +166,7 @@ def _within_workers(
                 int(counted[mine].sum()),
                 int(mine.sum()),
                 total_s,
-                _rate(total_nbytes, total_s),
+                rate_of(total_nbytes, total_s),
                 _bandwidth(bandwidths, source, target, work.ways[way]),
                 float(busy_s[mine].max()),
                 False,
@@ -180,5 +186,6 @@ def _n_distinct(group: np.ndarray, value: np.ndarray, n_groups: int) -> np.ndarr
     return np.bincount(pairs[:, 0], minlength=n_groups)
 
 
-def _rate(nbytes: float, busy_s: float) -> float:
-    return float(nbytes / busy_s) if busy_s > 0 else 0.0
+def rate_of(nbytes: float, busy_s: float) -> float:
+    """Return bytes a second; 0 if the time is too short to say."""
+    return float(nbytes / busy_s) if busy_s > 1e-9 else 0.0

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMPUTE, WAITING, overlap_of_parts
 from dask_gpurt.tracing.events import PHASE
-from dask_gpurt.tracing.report.busy_time import busy_by_group
+from dask_gpurt.tracing.report.busy_time import Column, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 
+#: A median of fewer tasks says little.
+_ENOUGH_TASKS = 3
+#: Of more processes, one more or less does not change the median.
+_FEW_PROCESSES = 50
 #: Name of the lane of tasks in `WorkerRow.lanes_s`.
 TASKS = COMPUTE
 
@@ -118,20 +123,31 @@ def _lanes(columns: Columns) -> dict[int, tuple[dict[str, float], float]]:
     return found
 
 
-def _slowness(columns: Columns) -> np.ndarray:
-    """Return for each process its seconds over those of a mean process for the same tasks."""
+def _slowness(columns: Columns) -> Column:
+    """Return for each process its time for tasks over that of others for the same prefixes.
+
+    It compares medians: a single long task, as of a hot key, does not make a worker slow.
+    """
     tasks, n = columns.tasks, columns.places.n_processes
-    spent_s = columns.working_s
     n_prefixes = len(tasks.prefixes)
-    total_s = np.bincount(tasks.prefix, spent_s, minlength=n_prefixes)
-    counted = np.bincount(tasks.prefix, minlength=n_prefixes)
-    pair = tasks.process.astype(np.int64) * n_prefixes + tasks.prefix
-    own_s = np.bincount(pair, spent_s, minlength=n * n_prefixes).reshape(n, n_prefixes)
-    own_n = np.bincount(pair, minlength=n * n_prefixes).reshape(n, n_prefixes)
-    # Against the others alone. A prefix that no other process ran says nothing.
-    others_n = counted - own_n
-    expected_s = own_n * (total_s - own_s) / np.maximum(others_n, 1)
-    is_shared = (others_n > 0) & (own_n > 0)
-    own_s, expected_s = np.where(is_shared, own_s, 0), np.where(is_shared, expected_s, 0)
-    own, expected = own_s.sum(axis=1), expected_s.sum(axis=1)
-    return np.where(expected > 0, own / np.maximum(expected, 1e-12), 1.0)
+    if not n_prefixes:
+        return np.ones(n)
+    pair = tasks.prefix.astype(np.int64) * n + tasks.process
+    order = np.lexsort((columns.working_s, pair))
+    pairs, first, counted = np.unique(pair[order], return_index=True, return_counts=True)
+    median_s = columns.working_s[order][first + counted // 2]
+    is_enough = counted >= _ENOUGH_TASKS
+    pairs, counted, median_s = pairs[is_enough], counted[is_enough], median_s[is_enough]
+    own_s, expected_s = np.zeros(n), np.zeros(n)
+    prefixes, processes = np.divmod(pairs, n)
+    bounds = np.searchsorted(prefixes, np.arange(n_prefixes + 1))
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        if end - begin < 2:
+            continue  # only one process ran it, which says nothing
+        mine = median_s[begin:end]
+        usual_s = np.full(end - begin, np.median(mine))
+        if end - begin <= _FEW_PROCESSES:
+            usual_s = np.array([np.median(np.delete(mine, i)) for i in range(end - begin)])
+        np.add.at(own_s, processes[begin:end], counted[begin:end] * mine)
+        np.add.at(expected_s, processes[begin:end], counted[begin:end] * usual_s)
+    return np.where(expected_s > 0, own_s / np.maximum(expected_s, 1e-12), 1.0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
 from collections.abc import Callable
 
 import pytest
 
 from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
+from dask_gpurt.tracing.report.rules.processor_rules import processors
+from dask_gpurt.tracing.report.rules.task_rules import TASK_RULES
+from dask_gpurt.tracing.report.rules.transfer_rules import TRANSFER_RULES
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
@@ -42,6 +47,14 @@ def slow_link() -> MadeTrace:
     made = MadeTrace()
     made.trace = model.trace()
     made.trace.about = {"settings": {"gpurt.shuffle.compression": "none"}}
+    return made
+
+
+def slow_card() -> MadeTrace:
+    made = MadeTrace()
+    made.trace = ModelledShuffle(
+        (*HOSTS, "host4"), into={"host4": 100 * MB}, in_flight_nbytes=32 * MB
+    ).trace()
     return made
 
 
@@ -198,6 +211,14 @@ def serial_chain() -> MadeTrace:
     return made
 
 
+def chain_on_one_worker() -> MadeTrace:
+    made = four_workers()
+    last: tuple[int, ...] = ()
+    for i in range(40):
+        last = (made.task("iterate", 0, float(i), float(i), i + 1.0, last, thread=0),)
+    return made
+
+
 def waits_for_memory() -> MadeTrace:
     made = four_workers()
     even_work(made, 4.0)
@@ -231,6 +252,7 @@ def restarted() -> MadeTrace:
 
 PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
     "one slow link": ("slow-link", slow_link),
+    "a slow card": ("slow-link", slow_card),
     "a slow network": ("slow-link", network_bound),
     "a link below its bandwidth": ("slow-link", congested_link),
     "no compression": ("compression", uncompressed),
@@ -246,6 +268,7 @@ PLANTED: dict[str, tuple[str, Callable[[], MadeTrace]]] = {
     "a busy scheduler": ("scheduler-bound", busy_scheduler),
     "a slow client": ("client-bound", slow_client),
     "a chain of tasks": ("idle-threads", serial_chain),
+    "a chain on one worker": ("idle-threads", chain_on_one_worker),
     "no memory": ("memory-wait", waits_for_memory),
     "one interpreter": ("processors", one_interpreter),
     "full hosts": ("processors", full_hosts),
@@ -330,6 +353,34 @@ def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
     made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
+
+
+def test_a_hot_key_does_not_make_a_worker_slow():
+    report = planted("a hot key")
+    assert max(row.slowness for row in report.workers) < 1.1
+
+
+def test_a_slow_card_is_named_with_its_rate():
+    report = planted("a slow card")
+    assert report.bottlenecks[0].evidence.startswith("the link into host4 carried 100.0 MB/s")
+    rows = {row.name: row for row in report.hosts}
+    slow = rows.pop("into host4")
+    assert slow.peers == HOSTS and slow.rate == pytest.approx(100 * MB, rel=0.05)
+    into_others = [row.rate for row in rows.values() if row.direction == "into"]
+    assert len(into_others) == 3 and min(into_others) > 500 * MB
+
+
+def test_the_guide_explains_each_rule():
+    guide = pathlib.Path(__file__).parents[3] / "docs" / "guides" / "read-a-trace.md"
+    explained = re.findall(r"^#### (.+)$", guide.read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted({rule for rule, _ in PLANTED.values()})
+
+
+def test_every_rule_is_planted():
+    rules = (*TRANSFER_RULES, *TASK_RULES, processors)
+    assert {rule.__name__.replace("_", "-") for rule in rules} == {
+        rule for rule, _ in PLANTED.values()
+    }
 
 
 def test_ranks_follow_savings():

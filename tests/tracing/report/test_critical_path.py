@@ -89,6 +89,14 @@ class Known:
     parts: Counter = field(default_factory=Counter)
 
 
+def fetch(made: MadeTrace, task: int, ends: tuple[int, int], from_ms: int, to_ms: int) -> str:
+    """Add the fetch of an input; return its part of the path."""
+    peer, more = made.trace.processes[ends[0]].address, {"nbytes": 1, "task": task}
+    made.work(ends[1], FETCH, "fetch", from_ms * MS, to_ms * MS, peer=peer, **more)
+    ends = HOSTS[ends[0]], HOSTS[ends[1]]
+    return f"{NETWORK} within {ends[0]}" if ends[0] == ends[1] else f"{NETWORK} {' to '.join(ends)}"
+
+
 def play(
     drawn: list[Drawn], made: MadeTrace, before: Known, n_threads: int, is_queued: bool = False
 ) -> Known:
@@ -125,14 +133,9 @@ def play(
         parts[SCHEDULER] += one.lag_ms
         parts[MEMORY if one.memory_ms > 250 else WORKER] += one.memory_ms
         if senders:
-            peer = made.trace.processes[drawn[max(senders)].process].address
-            made.work(
-                one.process, FETCH, "fetch", assigned_ms * MS, here_ms * MS, nbytes=1, peer=peer,
-                task=offset + i,
-            )  # fmt: skip
-            ends = HOSTS[drawn[max(senders)].process], HOSTS[one.process]
-            link = f"within {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
-            parts[f"{NETWORK} {link}"] += fetch_ms
+            ends = drawn[max(senders)].process, one.process
+            link = fetch(made, offset + i, ends, assigned_ms, here_ms)
+            parts[link] += fetch_ms
         if busy is not None:
             assume(busy.known_ms not in (here_ms, ready_ms))
             if busy.known_ms > start_ms:

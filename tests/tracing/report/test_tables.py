@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.devices.ledger import LedgerEntry, overlap
-from dask_gpurt.tracing.events import FETCH, LinkFacts, TraceProcess
+from dask_gpurt.tracing.events import DEVICE, FETCH, Instant, LinkFacts, TraceProcess
 from dask_gpurt.tracing.report.event_columns import prefix_of
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
 from dask_gpurt.tracing.report.trace_report import report_of
@@ -92,6 +92,34 @@ def test_copies_and_disks_are_rows_by_path_and_way():
     assert (copies.link, copies.way) == ("host to device", "pageable")
 
 
+def test_streams_of_a_device_copy_over_one_link():
+    made = two_hosts()
+    made.trace.processes.append(TraceProcess("gpu", "H100", "a", DEVICE))
+    for stream in (7, 13):
+        work = {"nbytes": 100 * MB, "way": "pageable"}
+        made.work(2, f"stream {stream}", "host to device", stream, stream + 2, **work)
+    made.work(2, "stream 7", "a kernel", 0.0, 9.0)
+    (row,) = report_of(made.trace).transfers
+    assert (row.kind, row.link, row.way) == ("copy", "host to device", "pageable")
+    assert (row.n_transfers, row.busy_s, row.rate) == (2, 4.0, 50 * MB)
+
+
+def test_kernels_and_happenings_are_summed_up():
+    made = two_hosts()
+    made.trace.about = {
+        "kernels": [["gpu", "sum", 3, 0.5], ["gpu", "join", 1, 2], "damaged", ["gpu", 7, 1, 1.0]],
+        "program": "x",
+    }
+    names = ["evicted", "restart", "evicted"]
+    made.trace.instants = [Instant(0, name, float(i), "why") for i, name in enumerate(names)]
+    report = report_of(made.trace)
+    assert [(row.name, row.busy_s) for row in report.kernels] == [("join", 2.0), ("sum", 0.5)]
+    assert report.about == {"program": "x"}
+    restart, evicted = report.happenings
+    assert restart == ("restart", 1, 1.0, 1.0, "why")
+    assert (evicted.n_times, evicted.first_s, evicted.last_s) == (2, 0.0, 2.0)
+
+
 def test_relayed_messages_are_counted_apart():
     made = MadeTrace(("a", 0), ("b", 0), ("b", 1))
     made.message(0, 1, 0.0, 1.0, 10 * MB)
@@ -123,12 +151,22 @@ def test_the_overlap_is_that_of_the_ledger():
 
 def test_workers_are_compared_with_the_mean_and_with_others():
     made = two_hosts()
-    for i in range(6):
+    for i in range(18):
         made.task("work", 0, 0.0, float(i), i + 1.0, thread=1)
-    made.task("work", 1, 0.0, 0.0, 3.0, thread=1)
+    for i in range(3):
+        made.task("work", 1, 0.0, 3.0 * i, 3.0 * i + 3, thread=1)
+    made.task("alone", 1, 9.0, 9.0, 9.0, thread=1)
     first, second = report_of(made.trace).workers
     assert (first.name, first.busy_share, first.skew) == ("a-0", 1.0, pytest.approx(4 / 3))
     assert (second.busy_share, second.slowness, first.slowness) == (0.5, 3.0, pytest.approx(1 / 3))
+
+
+def test_few_tasks_do_not_make_a_worker_slow():
+    made = two_hosts()
+    for i in range(8):
+        made.task("work", 0, 0.0, float(i), i + 1.0, thread=1)
+    made.task("work", 1, 0.0, 0.0, 30.0, thread=1)
+    assert [row.slowness for row in report_of(made.trace).workers] == [1.0, 1.0]
 
 
 def test_time_held_back_is_not_work():

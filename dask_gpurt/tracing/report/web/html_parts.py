@@ -26,12 +26,13 @@ def text_html(text: str, most: int = 300) -> str:
 
 
 class TableColumn(NamedTuple):
-    """A column of a table: heading, text of a cell, and the share that a bar below it shows."""
+    """A column: heading, text of a cell, the share that a bar shows, and the class of a colour."""
 
     heading: str
     text: Callable[..., str]
     is_number: bool = True
     share: Callable[..., float] | None = None
+    colour: Callable[..., str] | None = None
 
 
 def table_html(columns: Sequence[TableColumn], rows: Sequence[Row], nothing: str) -> str:
@@ -68,7 +69,8 @@ def _cell(column: TableColumn, row: object, is_first: bool) -> str:
         width = 100 * min(max(column.share(row), 0.0), 1.0)
         bar = f'<span class="bar" style="width:{width:.1f}%"></span>'
     label = escape(column.heading)
-    said = f"<span>{text_html(column.text(row))}</span>{bar}"
+    key = "" if column.colour is None else f'<i class="key {column.colour(row)}"></i>'
+    said = f"<span>{key}{text_html(column.text(row))}</span>{bar}"
     return f'<td class="{kind}" data-label="{label}">{said}</td>'
 
 

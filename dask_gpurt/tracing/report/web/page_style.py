@@ -22,6 +22,7 @@ h3 { font-size: .95rem; margin: 1.25rem 0 .2rem; font-weight: 600; }
 p { margin: 0 0 .75rem; max-width: 46rem; }
 .faint { color: var(--faint); font-size: .9rem; }
 .headline { font-size: 1.15rem; margin: 1.25rem 0 1rem; max-width: 54rem; }
+.below { margin-top: 1rem; }
 .box { background: var(--card); border: 1px solid var(--rule); border-radius: .6rem;
   padding: .8rem 1rem; }
 ol.verdict { list-style: none; margin: 0; padding: 0; display: grid; gap: .75rem; }

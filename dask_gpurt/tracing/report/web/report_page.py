@@ -56,6 +56,8 @@ def report_page(report: TraceReport, name: str) -> str:
 {_transfers(report)}
 {_tasks(report)}
 {_gaps(report)}
+{_happenings(report)}
+{_kernels(report)}
 {_notes(report)}
 </main>
 </body>
@@ -104,22 +106,20 @@ def _path(report: TraceReport) -> str:
     if not report.wall_s:
         return ""
     keys = [
-        TableColumn("part", lambda part: part.text, is_number=False),
+        TableColumn(
+            "part",
+            lambda part: part.text,
+            is_number=False,
+            colour=lambda part: COLOURS[part.kind],
+        ),
         TableColumn("time", lambda part: seconds_text(part.seconds)),
         TableColumn("of all", lambda part: share_text(part.seconds / report.wall_s)),
     ]
-    strip = path_over_time(report)
-    parts = table_html(keys, report.path.parts, "")
-    # The colours of the strip: each part has that of its kind.
-    for part in report.path.parts:
-        name = f"<span>{text_html(part.text)}</span>"
-        key = f'<i class="key {COLOURS[part.kind]}"></i>{text_html(part.text)}'
-        parts = parts.replace(name, f"<span>{key}</span>", 1)
     return f"""<h2>Critical path</h2>
 <p class="faint">The chain of causes that ends with the last result. What is not on it costs no
 time.</p>
-{strip}
-<div style="margin-top:1rem">{parts}</div>"""
+{path_over_time(report)}
+<div class="below">{table_html(keys, report.path.parts, "")}</div>"""
 
 
 def _workers(report: TraceReport) -> str:
@@ -140,9 +140,9 @@ def _workers(report: TraceReport) -> str:
     pictures = f'<div class="box">{workers_over_time(report)}</div>' if report.workers else ""
     return f"""<h2>Workers</h2>
 <p class="faint">Threads over time, the busiest worker first: <i class="key computing"></i>ran
-tasks, <i class="key receivers"></i>waited in a task for peers.</p>
+tasks, <i class="key receivers"></i>waited in a task for peers.{_see(report, "workers")}</p>
 {pictures}
-<div style="margin-top:1rem">{table_html(columns, report.workers, "The trace has no worker.")}</div>
+<div class="below">{table_html(columns, report.workers, "The trace has no worker.")}</div>
 """
 
 
@@ -165,10 +165,22 @@ def _transfers(report: TraceReport) -> str:
         TableColumn("rate", lambda row: rate_text(row.rate)),
         TableColumn("of link", lambda row: share_text(row.share)),
     ]
+    hosts = [
+        TableColumn("link of a host", lambda row: row.name, is_number=False),
+        TableColumn("bytes", lambda row: nbytes_text(row.nbytes)),
+        TableColumn(
+            "busy", lambda row: seconds_text(row.busy_s), share=lambda row: row.busy_s / longest_s
+        ),
+        TableColumn("rate", lambda row: rate_text(row.rate)),
+        TableColumn("other hosts", lambda row: f"{len(row.peers):,}"),
+    ]
+    of_hosts = f"<p></p>{table_html(hosts, report.hosts, '')}" if report.hosts else ""
     return f"""<h2>Transfers</h2>
-<p class="faint">Busiest first. The rate is that of the link while it was busy.</p>
+<p class="faint">Busiest first. The rate is that of the link while it was
+busy.{_see(report, "transfers")}</p>
 {table_html(columns, report.transfers, "Nothing moved.")}
-<div style="margin-top:1rem">{links_over_time(report)}</div>"""
+{of_hosts}
+<div class="below">{links_over_time(report)}</div>"""
 
 
 def _tasks(report: TraceReport) -> str:
@@ -191,11 +203,11 @@ def _tasks(report: TraceReport) -> str:
         TableColumn("then for a thread or memory", lambda row: seconds_text(row.start_wait_s)),
     ]
     return f"""<h2>Tasks</h2>
-<p class="faint">By prefix. Times are added up over threads.</p>
+<p class="faint">By prefix. Times are added up over threads.{_see(report, "tasks")}</p>
 {table_html(columns, report.tasks, "No task ran.")}
 <h2>Tasks that waited for data</h2>
 <p class="faint">From the scheduler's decision where a task runs until its inputs were there, added
-up over tasks.</p>
+up over tasks.{_see(report, "waits")}</p>
 {table_html(waiting, report.waiting, "No task waited for data.")}"""
 
 
@@ -209,8 +221,43 @@ def _gaps(report: TraceReport) -> str:
     ]
     return f"""<h2>Idle threads</h2>
 <p class="faint">Gaps from 0.1 s between tasks: {seconds_text(report.gaps.total_s)} over all
-threads.</p>
+threads.{_see(report, "idle threads")}</p>
 {table_html(columns, report.gaps.rows, "No thread was idle for as long.")}"""
+
+
+def _happenings(report: TraceReport) -> str:
+    columns = [
+        TableColumn("event", lambda row: row.name, is_number=False),
+        TableColumn("times", lambda row: f"{row.n_times:,}"),
+        TableColumn("first at", lambda row: seconds_text(row.first_s)),
+        TableColumn("last at", lambda row: seconds_text(row.last_s)),
+        TableColumn("the first", lambda row: row.detail or "-", is_number=False),
+    ]
+    if not report.happenings:
+        return ""
+    return f"""<h2>What happened</h2>
+<p class="faint">The rarest first.{_see(report, "happenings")}</p>
+{table_html(columns, report.happenings, "")}"""
+
+
+def _kernels(report: TraceReport) -> str:
+    columns = [
+        TableColumn("kernel", lambda row: row.name, is_number=False),
+        TableColumn("device", lambda row: row.device, is_number=False),
+        TableColumn("launches", lambda row: f"{row.n_launches:,}"),
+        TableColumn("time", lambda row: seconds_text(row.busy_s)),
+    ]
+    if not report.kernels:
+        return ""
+    return f"""<h2>Kernels of GPUs</h2>
+<p class="faint">Busiest first, over all launches.</p>
+{table_html(columns, report.kernels, "")}"""
+
+
+def _see(report: TraceReport, section: str) -> str:
+    """Return the rules of the verdict that a section shows."""
+    rules = report.rules_about(section)
+    return f" See <b>{'</b>, <b>'.join(map(escape, rules))}</b> above." if rules else ""
 
 
 def _notes(report: TraceReport) -> str:
@@ -220,7 +267,7 @@ def _notes(report: TraceReport) -> str:
     lacks = f"<h2>What the trace lacks</h2><ul>{notes}</ul>" if notes else ""
     items = "".join(
         f"<dt>{text_html(str(name))}</dt><dd>{_value(value)}</dd>"
-        for name, value in report.findings.columns.trace.about.items()
+        for name, value in report.about.items()
     )
     about = f'<h2>Program and settings</h2><dl class="box">{items}</dl>' if items else ""
     return lacks + about

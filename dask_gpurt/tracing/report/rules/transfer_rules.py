@@ -20,7 +20,8 @@ from dask_gpurt.tracing.report.amounts import (
     share_text,
 )
 from dask_gpurt.tracing.report.event_columns import MESSAGE
-from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.host_rows import HostRow
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, DISK, MEMORY, NETWORK, PEER
 from dask_gpurt.tracing.report.transfer_rows import PAGEABLE, TransferRow
 
@@ -42,12 +43,45 @@ _COMPRESS = "gpurt.shuffle.compression: lz4"
 
 def slow_link(found: Findings) -> Bottleneck | None:
     """One link between hosts carries less than others, or less than it can, or all that it can."""
-    candidates = [
-        one
-        for row in found.transfers
-        if row.is_network and row.rate and (one := _slow_link(found, row)) is not None
+    # Of a slow host, each pair is slow. The host's own link is the cause, and has the true rate.
+    candidates = [one for row in found.hosts if (one := _slow_host(found, row)) is not None] or [
+        one for row in _links(found) if (one := _slow_link(found, row)) is not None
     ]
     return max(candidates, key=lambda one: one.saves_s or 0.0, default=None)
+
+
+def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
+    """The link of one host carries less than those of others, so all of its pairs are slow."""
+    pairs = _links(found)
+    others = [one.rate for one in pairs if row.host not in (one.source, one.target)]
+    usual = statistics.median(others) if others else 0.0
+    own = [one.rate for one in pairs if one.link in row.links]
+    if len(own) < 2 or row.rate >= _SLOW * usual or max(own) >= _SLOW * usual:
+        return None
+    on_path_s = sum(found.path.seconds(NETWORK, link) for link in row.links)
+    saves_s = min(on_path_s, row.busy_s) * (1 - row.rate / usual)
+    if not found.is_worth(saves_s):
+        return None
+    return Bottleneck(
+        "slow-link",
+        f"the link {row.name} carried {rate_text(row.rate)} while it was busy "
+        f"({nbytes_text(row.nbytes)} in {seconds_text(row.busy_s)}), between other hosts went "
+        f"{rate_text(usual)}; the critical path waited {seconds_text(on_path_s)} for it",
+        "Find out what limits the link of this host: its card, its cable, a switch, or other "
+        "traffic.",
+        _COMPRESS if _compression(found) not in ("lz4", "zstd") else "",
+        saves_s,
+    )
+
+
+def _links(found: Findings) -> list[TransferRow]:
+    """Return for each pair of hosts the row with most bytes. Few bytes say little about a link."""
+    found_rows: dict[str, TransferRow] = {}
+    for one in found.transfers:
+        if one.is_network and one.rate:
+            most = found_rows.setdefault(one.link, one)
+            found_rows[one.link] = max(most, one, key=lambda row: row.nbytes)
+    return list(found_rows.values())
 
 
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
@@ -55,11 +89,7 @@ def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
     if row.mean_nbytes < _SMALL_NBYTES:
         # The number of small messages costs this time, whatever the link can carry.
         on_path_s = max(on_path_s - row.n_transfers / row.n_processes * _MESSAGE_S, 0.0)
-    others = [
-        one.rate
-        for one in found.transfers
-        if one.is_network and one.rate and one.link != row.link and one.kind == row.kind
-    ]
+    others = [one.rate for one in _links(found) if one.link != row.link]
     usual = statistics.median(others) if others else 0.0
     said = (
         f"{row.link} carried {rate_text(row.rate)} while it was busy "

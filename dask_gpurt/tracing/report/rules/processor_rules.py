@@ -11,7 +11,7 @@ import numpy as np
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.report.amounts import count_text, seconds_text
 from dask_gpurt.tracing.report.busy_time import Column, amount_over_time, crowded
-from dask_gpurt.tracing.report.findings import Findings
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, WORKER
 
 #: Name of the samples: processors in use since the last sample.
@@ -27,8 +27,12 @@ def processors(found: Findings) -> Bottleneck | None:
     used_s, ran_s, busy_s, n_workers = _sums(found)
     if not busy_s:
         return None
+    saves_s: float | None
     together, used = ran_s / busy_s, used_s / busy_s
     path_s = found.path.seconds(COMPUTING) + found.path.seconds(WORKER)
+    waited_s = path_s * (1 - min(used_s / ran_s, 1.0)) if ran_s else 0.0
+    if not found.is_worth(waited_s):
+        return None
     low, high = _ONE_AT_A_TIME
     said = (
         f"{together:.1f} tasks ran at a time on each of {count_text(n_workers, 'busy worker')}, "
@@ -40,15 +44,15 @@ def processors(found: Findings) -> Bottleneck | None:
             "They take turns with Python's interpreter lock: start more workers with fewer threads "
             "each, and give object columns a dtype, such as strings."
         )
+        saves_s = waited_s
     elif used_s < _WAITING_SHARE * ran_s:
         advice = (
             "They wait: for processors, if the hosts are full, so start fewer workers or leave "
             "out other programs; or for files and services, so start more threads."
         )
+        # Nobody knows what they wait for, so nobody knows how much of it could be saved.
+        saves_s = None
     else:
-        return None
-    saves_s = path_s * (1 - min(used_s / ran_s, 1.0))
-    if not found.is_worth(saves_s):
         return None
     return Bottleneck("processors", said, advice, "", saves_s)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dask_gpurt.tracing.report.critical_path import CriticalPath
 from dask_gpurt.tracing.report.event_columns import Columns
+from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps
 from dask_gpurt.tracing.report.task_rows import TaskRow
 from dask_gpurt.tracing.report.transfer_rows import TransferRow
@@ -24,6 +25,7 @@ class Findings:
     columns: Columns
     path: CriticalPath
     transfers: list[TransferRow]
+    hosts: list[HostRow]
     workers: list[WorkerRow]
     tasks: list[TaskRow]
     gaps: IdleGaps

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_text
-from dask_gpurt.tracing.report.findings import Findings
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
+from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_rows import TaskRow
 from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, MEMORY, SCHEDULER
 from dask_gpurt.tracing.report.worker_rows import WorkerRow
@@ -97,7 +97,8 @@ def _full_worker(found: Findings) -> Bottleneck | None:
         return None
     path_s = found.path.computing_by(found.columns.tasks.process).get(row.process, 0.0)
     uneven_s = row.busy_share * found.wall_s * (1 - 1 / row.skew)
-    saves_s = min(path_s, uneven_s)
+    # Where nothing waited for a thread, other workers could not have helped.
+    saves_s = min(path_s, uneven_s, found.path.crowded_s)
     if not found.is_worth(saves_s):
         return None
     return Bottleneck(
