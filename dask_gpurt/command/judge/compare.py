@@ -7,7 +7,9 @@ is compared (`outputs`), then times, bytes, and where the time went (`verdict`).
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -90,7 +92,7 @@ def compare(
     # Only for the error, here and not in a turn.
     (find_module if is_module else find_script)(script, [*args])
     command = [*(["-m"] if is_module else []), script, *args]
-    stdin = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    stdin = _standard_input()
     pairs = Pairs()
     with tempfile.TemporaryDirectory(prefix="gpurt-compare-") as directory, _ends_on_sigterm():
         program = Program(options, command, stdin, Path(directory))
@@ -101,6 +103,15 @@ def compare(
     found = summary(script, pairs)
     print(to_json(found) if as_json else as_text(found, terminal_width()))
     return pairs.code
+
+
+def _standard_input() -> bytes:
+    """Return what each turn reads: nothing from a terminal, otherwise all that there is."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return b""
+    if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        _tell("reading standard input to its end")
+    return sys.stdin.buffer.read()
 
 
 @contextlib.contextmanager
