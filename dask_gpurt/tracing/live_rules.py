@@ -211,7 +211,8 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
 
 
 def _spill(facts: LiveFacts) -> Bottleneck | None:
-    shards_s = sum(one["room_s"] for one in facts.shuffles) / facts.threads
+    room_s = sum(one["room_s"] for one in facts.shuffles)
+    shards_s = (room_s + facts.spent["shards_read_s"]) / facts.threads
     outputs_s = facts.spent["disk_s"] / facts.threads
     written = facts.spent["written_nbytes"]
     if not shards_s + outputs_s:
