@@ -13,7 +13,7 @@ from dask_gpurt.plugins.time_spent import cluster_spent, spent, stock_figures
 from dask_gpurt.tracing.live_facts import SPENT
 
 
-def test_metrics_of_workers_and_of_the_scheduler_have_the_same_sums() -> None:
+def test_metrics_of_workers_and_schedulers_add_up() -> None:
     of_scheduler = {
         "latency": 9.0,
         ("execute", "sum", "thread-cpu", "seconds"): 1.0,
