@@ -16,6 +16,7 @@ from distributed import Client, Event, LocalCluster, get_worker, wait
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from tests.command.conftest import Outcome, Shell
+from tests.conftest import stock_client
 
 pytestmark = pytest.mark.cluster
 
@@ -172,6 +173,14 @@ def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:
     assert outcome.code == 2
     assert f"there is no worker 'absent'; there are: {worker}" in outcome.err
     assert shell.gpurt("memory").code == 2
+
+
+def test_workers_that_share_a_process_are_told(shell: Shell) -> None:
+    with stock_client(2) as both:
+        address = both.cluster.scheduler_address
+        outcome = shell.gpurt("memory", "--scheduler", address)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("2 workers share its process") == 2
 
 
 def hide(dask_worker: Any) -> None:
