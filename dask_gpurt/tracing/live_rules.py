@@ -27,6 +27,8 @@ FULL_SHARE = 0.4
 BUSY_SHARE = 0.7
 #: Rows of the fullest worker over the mean, from which on a shuffle is skewed.
 SKEWED = 1.3
+#: Bytes of a shuffle, as a share of the largest one's, from which on its skew matters.
+LARGE_SHARE = 0.1
 #: Partitions below this many bytes cost more by their number than by their size. The seconds are
 #: the most that a task and its messages cost the scheduler and the workers.
 SMALL_NBYTES = 1_000_000
@@ -179,8 +181,11 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     busy_s = facts.busy_s.values()
     uneven_s = max(busy_s) - sum(busy_s) / len(busy_s) if busy_s else 0.0
 
+    most_nbytes = max((one["nbytes"] for one in facts.shuffles), default=0)
+
     def saves_s(one: Mapping[str, Any]) -> float:
-        if one["skew"] < SKEWED:
+        # A small shuffle beside large ones may be as skewed as it likes.
+        if one["skew"] < SKEWED or one["nbytes"] < LARGE_SHARE * most_nbytes:
             return 0.0
         mean_s = float(one["seconds"]["unpack"]) / max(one["threads"], 1)
         return float(max(one["most_unpack_s"] - mean_s, uneven_s))
@@ -189,7 +194,7 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     if found is None:
         return None
     # The figures of workers include all shuffles, so they count once.
-    one = max(facts.shuffles, key=lambda one: float(one["skew"]))
+    one, _ = found
     worker = max(facts.busy_s, key=lambda address: facts.busy_s[address], default="")
     evidence = f"the fullest worker of {_name(one)} had {one['skew']:.1f} times the mean of rows"
     if one["hot"]:

@@ -127,6 +127,15 @@ def test_each_cause_is_named_first(rule: str) -> None:
     assert one.advice.endswith(".")
 
 
+def test_a_small_shuffle_may_be_skewed() -> None:
+    uneven = PLANTED["skew"].busy_s
+    small = run(run=2, id="another", nbytes=10**8, skew=2.4)
+    assert bottlenecks(replace(HEALTHY, shuffles=[run(), small], busy_s=uneven)) == []
+    large = run(run=2, id="another", nbytes=10**9, skew=2.4)
+    (one,) = bottlenecks(replace(HEALTHY, shuffles=[run(), large], busy_s=uneven))
+    assert one.evidence.startswith("the fullest worker of shuffle another[2] had 2.4 times")
+
+
 def test_slow_peers_are_not_named_beside_their_cause() -> None:
     held = {**run()["seconds"], "held_back": 80.0}
     slow = run(longest_sender=LINK, lasted_s=22.0, cpu_s=64.0, seconds=held)
