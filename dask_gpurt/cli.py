@@ -294,7 +294,14 @@ def demo(
 
 
 @gpurt.command(context_settings={**_CONTEXT, "allow_interspersed_args": False})
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, metavar="N")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Pairs of turns.",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),
