@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dask_gpurt.tracing import live_rules
 from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
-from dask_gpurt.tracing.live_rules import LEAST_SHARE, RULES, bottlenecks, verdict_lines
+from dask_gpurt.tracing.live_rules import RULES
+from dask_gpurt.tracing.live_verdict import LEAST_S, LEAST_SHARE, bottlenecks, verdict_lines
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/slow-shuffle.md"
 
@@ -216,7 +216,7 @@ def test_no_savings_exceed_the_period(shuffles: Any, amounts: Any, wall_s: float
     facts = replace(HEALTHY, shuffles=shuffles, spent=amounts, wall_s=wall_s)
     for one in bottlenecks(facts):
         assert one.rule in RULES
-        assert one.saves_s is None or one.saves_s >= live_rules.LEAST_S
+        assert one.saves_s is None or one.saves_s >= LEAST_S
         assert one.saves_s is None or one.saves_s <= facts.period_s
     assert verdict_lines(bottlenecks(facts), facts)
 
