@@ -90,6 +90,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "placement",
             "shuffle",
             "simulate",
+            "system_calls",
             "topology",
             "tracing",
             "transport",

@@ -111,3 +111,22 @@ assert after == before, (before, after)
 def test_sleeping_thread_is_woken(missing):
     # A process of its own: garbage of other tests might close files between the two lists.
     subprocess.run([sys.executable, "-c", WAKING, *missing], check=True, timeout=60)
+
+
+def test_resident_bytes_have_parts() -> None:
+    found = system_calls.resident_nbytes()
+    assert found["all"] == sum(found[part] for part in ("anonymous", "files", "shared")) > 1 << 20
+
+
+def test_the_allocator_knows_what_is_used_and_what_is_free() -> None:
+    used, _ = system_calls.allocator_nbytes()
+    blocks = [bytes(3000) for _ in range(10_000)]
+    last = bytes(3000)
+    with_blocks, free = system_calls.allocator_nbytes()
+    assert with_blocks - used > 29 << 20
+    del blocks
+    without, left = system_calls.allocator_nbytes()
+    assert with_blocks - without > 25 << 20
+    # The heap cannot shrink below the last block.
+    assert left - free > 25 << 20
+    assert last

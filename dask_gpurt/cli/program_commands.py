@@ -79,7 +79,14 @@ def run(
 
 @gpurt.command(context_settings=WITH_SCRIPT)
 @with_script
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, metavar="N")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Pairs of turns.",
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(0, min_open=True),

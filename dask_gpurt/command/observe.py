@@ -93,8 +93,7 @@ class ClusterRecord:
             del self.shuffles[next(iter(self.shuffles))]
         for worker, report in status["workers"].items():
             if report:
-                load = {name: n for name, n in report["load"].items() if name != "untold"}
-                self.loads[worker] = load
+                self.loads[worker] = report["load"]
 
     @property
     def runs(self) -> Counter[str]:

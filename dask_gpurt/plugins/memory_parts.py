@@ -7,6 +7,7 @@ rest is Python's: modules, objects that tasks keep, and what running tasks use.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,8 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
     -------
     dict
         `resident_nbytes`; `parts`, whose sum it is; `levels` of the store of task outputs; the
-        largest `prefixes` of keys in memory; `on_disk_nbytes`; `limit_nbytes`; and whether the
-        runtime is on here (`active`).
+        largest `prefixes` of keys in memory; `on_disk_nbytes`; `limit_nbytes`; the `pid` of the
+        process; and whether the runtime is on here (`active`).
     """
     state: WorkerRuntime | None = dask_worker.extensions.get(NAME)
     is_active = state is not None and state.is_attached
@@ -100,6 +101,7 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
     rest = resident["all"] - sum(parts.values())
     parts["rest"], parts["overlap"] = max(rest, 0), min(rest, 0)
     return {
+        "pid": os.getpid(),
         "active": is_active,
         "resident_nbytes": resident["all"],
         "limit_nbytes": dask_worker.memory_manager.memory_limit,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OF_TASKS = {
     "p2p-comms-limiter": "held_back_s",
     "disk-read": "disk_s",
-    "p2p-disk-read": "disk_s",
+    "p2p-disk-read": "shards_read_s",
     "memory-room": "room_s",
 }
 
@@ -64,15 +64,15 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
     -------
     dict
         `load`, with the seconds of tasks (`task_s`), `threads`, the processors that the host lets
-        this process use (`cores`), and the `untold` part of `SPENT`, which the next heartbeat will
-        tell the scheduler.
+        this process use (`cores`), and the `untold` part of `SPENT`, in its order, which the next
+        heartbeat will tell the scheduler.
     """
     return {
         "load": {
             "threads": dask_worker.state.nthreads,
             "cores": CPU_COUNT,
             "task_s": spent(dask_worker.digests_total)["task_s"],
-            "untold": spent(dask_worker.digests_total_since_heartbeat),
+            "untold": [*spent(dask_worker.digests_total_since_heartbeat).values()],
         }
     }
 
@@ -85,9 +85,17 @@ def cluster_spent(dask_scheduler: Scheduler, reports: Iterable[Any] = ()) -> dic
     reports
         Reports of workers, with what they have not told the scheduler yet.
     """
-    untold = [report["load"]["untold"] for report in reports if report and "load" in report]
     sums = spent(dask_scheduler.cumulative_worker_metrics)
-    return {name: value + sum(one[name] for one in untold) for name, value in sums.items()}
+    for report in reports:
+        if report and "load" in report:
+            for name, more in zip(SPENT, report["load"]["untold"], strict=True):
+                sums[name] += more
+    return sums
+
+
+def without_untold(load: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the load of a worker without what `cluster_spent` has taken from it."""
+    return {name: value for name, value in load.items() if name != "untold"}
 
 
 async def stock_figures(client: Client) -> dict[str, Any]:
@@ -96,4 +104,7 @@ async def stock_figures(client: Client) -> dict[str, Any]:
     spent = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
         cluster_spent, reports=[*loads.values()]
     )
-    return {"spent": spent, "workers": loads}
+    workers = {
+        address: {"load": without_untold(report["load"])} for address, report in loads.items()
+    }
+    return {"spent": spent, "workers": workers}

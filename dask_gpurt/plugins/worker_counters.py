@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.plugins.time_spent import cluster_spent, spent
+from dask_gpurt.plugins.time_spent import cluster_spent, spent, without_untold
 from dask_gpurt.shuffle.tally import Tally
 
 if TYPE_CHECKING:
@@ -69,13 +69,14 @@ def spent_since(scheduler: Scheduler, reports: Iterable[Any]) -> dict[str, float
 
 
 def counted_reports(scheduler: Scheduler, tally: Tally, reports: dict[str, Any]) -> dict[str, Any]:
-    """Record the counters and runs in workers' reports; return the reports without the runs."""
+    """Record the counters and runs in workers' reports; return the reports without them."""
     for address, report in reports.items():
         if (known := scheduler.workers.get(address)) is not None:
             take(tally, known.server_id, report)
     runs = ("runs", "open_runs")
     return {
         address: {name: value for name, value in report.items() if name not in runs}
+        | {"load": without_untold(report["load"])}
         for address, report in reports.items()
     }
 

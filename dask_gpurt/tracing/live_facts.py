@@ -14,6 +14,7 @@ SPENT: dict[str, str] = {
     "noncpu_s": "seconds of tasks without a processor: locks, the interpreter's lock, files",
     "held_back_s": "seconds that tasks waited for slow peers of a shuffle",
     "disk_s": "seconds that tasks waited for inputs to be read from disk",
+    "shards_read_s": "seconds of reading shards of shuffles back from disk",
     "room_s": "seconds that tasks waited for memory",
     "fetch_s": "seconds of fetching inputs of tasks from other workers",
     "moved_nbytes": "bytes of shuffles sent to other workers",
@@ -71,5 +72,5 @@ class LiveFacts:
     @property
     def working_s(self) -> float:
         """Seconds of tasks that did not wait."""
-        waits = ("held_back_s", "disk_s", "room_s")
+        waits = ("held_back_s", "disk_s", "shards_read_s", "room_s")
         return self.spent["task_s"] - sum(self.spent[name] for name in waits)

@@ -2,23 +2,19 @@
 
 The figures are those of `status` and `run`: summaries of shuffles, and sums over all workers. The
 guide "A slow shuffle" explains each rule under its identifier. Rules over a trace know more, and
-use the same identifiers. Pure functions over numbers.
+use the same identifiers. Pure functions over numbers; `live_verdict` chooses among what they find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.live_facts import LiveFacts
 
-#: Savings below this, in seconds or as a share of the period, are no bottleneck.
-LEAST_S = 0.5
-LEAST_SHARE = 0.05
-#: Most bottlenecks in a verdict.
-MOST_SHOWN = 3
+#: Most names of shuffles in a piece of evidence.
+MOST_NAMES = 3
 #: Share of a shuffle in which a worker was sending, from which on the network may limit it.
 SENDING_SHARE = 0.5
 #: Share of a link's bandwidth from which on it is full.
@@ -27,6 +23,10 @@ FULL_SHARE = 0.4
 BUSY_SHARE = 0.7
 #: Rows of the fullest worker over the mean, from which on a shuffle is skewed.
 SKEWED = 1.3
+#: Seconds that a worker worked longer than the mean, from which on the evidence names it.
+UNEVEN_S = 0.5
+#: Bytes of a shuffle, as a share of the largest one's, from which on its skew matters.
+LARGE_SHARE = 0.1
 #: Partitions below this many bytes cost more by their number than by their size. The seconds are
 #: the most that a task and its messages cost the scheduler and the workers.
 SMALL_NBYTES = 1_000_000
@@ -37,52 +37,11 @@ FEW_PARTITIONS = 8
 ONE_AT_A_TIME = (0.7, 1.3)
 
 
-def bottlenecks(facts: LiveFacts) -> list[Bottleneck]:
-    """Return what limits the program: the most seconds to save first, unknown savings last."""
-    # Shuffles that overlap have more seconds than the period.
-    most_s = facts.period_s
-    least_s = max(LEAST_S, LEAST_SHARE * most_s)
-    kept = []
-    for rule in RULES.values():
-        if (one := rule(facts)) is not None:
-            saves_s = None if one.saves_s is None else min(one.saves_s, most_s)
-            if saves_s is None or saves_s >= least_s:
-                kept.append(replace(one, saves_s=saves_s))
-    if {one.rule for one in kept} & {"slow-link", "skew", "spill"}:
-        # These are why peers are slow.
-        kept = [one for one in kept if one.rule != "back-pressure"]
-    return sorted(kept, key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)
-
-
-def nothing_stands_out(facts: LiveFacts) -> str:
-    """Return why no rule applies, in numbers."""
-    if not facts.spent["task_s"] and not facts.shuffles:
-        return "nothing stands out: no task has run"
-    parts = []
-    if facts.period_s > 0:
-        share = min(1.0, facts.working_s / facts.threads / facts.period_s)
-        n = facts.threads
-        parts.append(f"{n} {_plural('thread', n)} worked {share:.0%} of {facts.period_s:.1f} s")
-        if facts.wall_s is not None and share < 0.5:
-            parts[-1] += " (otherwise the program itself or Dask's scheduler did)"
-    waited_s = facts.spent["task_s"] - facts.working_s
-    parts.append(f"tasks waited {waited_s:.1f} s for peers, memory and disk")
-    sending = [one["longest_sender"][2] for one in facts.shuffles if one["longest_sender"]]
-    parts.append(
-        f"workers were sending to other hosts for at most {sum(sending):.1f} s"
-        if sending
-        else "no shuffled bytes left their host"
-    )
-    if facts.shuffles:
-        parts.append(f"skew is at most {max(one['skew'] for one in facts.shuffles):.2f}")
-    return "nothing stands out: " + ", ".join(parts)
-
-
 def _name(one: Mapping[str, Any]) -> str:
     return f"shuffle {one['id'][:8]}[{one['run']}]"
 
 
-def _plural(word: str, n: int) -> str:
+def plural(word: str, n: int) -> str:
     return word if n == 1 else word + "s"
 
 
@@ -179,8 +138,11 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     busy_s = facts.busy_s.values()
     uneven_s = max(busy_s) - sum(busy_s) / len(busy_s) if busy_s else 0.0
 
+    most_nbytes = max((one["nbytes"] for one in facts.shuffles), default=0)
+
     def saves_s(one: Mapping[str, Any]) -> float:
-        if one["skew"] < SKEWED:
+        # A small shuffle beside large ones may be as skewed as it likes.
+        if one["skew"] < SKEWED or one["nbytes"] < LARGE_SHARE * most_nbytes:
             return 0.0
         mean_s = float(one["seconds"]["unpack"]) / max(one["threads"], 1)
         return float(max(one["most_unpack_s"] - mean_s, uneven_s))
@@ -189,13 +151,13 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     if found is None:
         return None
     # The figures of workers include all shuffles, so they count once.
-    one = max(facts.shuffles, key=lambda one: float(one["skew"]))
+    one, _ = found
     worker = max(facts.busy_s, key=lambda address: facts.busy_s[address], default="")
     evidence = f"the fullest worker of {_name(one)} had {one['skew']:.1f} times the mean of rows"
     if one["hot"]:
         hot = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["hot"])
         evidence += f"; output partitions above the mean of {one['mean_rows']:,.0f} rows: {hot}"
-    if uneven_s >= LEAST_S:
+    if uneven_s >= UNEVEN_S:
         mean_s = max(busy_s) - uneven_s
         evidence += f"; {worker} worked {max(busy_s):.1f} s, the mean is {mean_s:.1f} s"
     return Bottleneck(
@@ -211,7 +173,8 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
 
 
 def _spill(facts: LiveFacts) -> Bottleneck | None:
-    shards_s = sum(one["room_s"] for one in facts.shuffles) / facts.threads
+    room_s = sum(one["room_s"] for one in facts.shuffles)
+    shards_s = (room_s + facts.spent["shards_read_s"]) / facts.threads
     outputs_s = facts.spent["disk_s"] / facts.threads
     written = facts.spent["written_nbytes"]
     if not shards_s + outputs_s:
@@ -221,7 +184,7 @@ def _spill(facts: LiveFacts) -> Bottleneck | None:
         "spill",
         f"{_size(written)} were written to disk; tasks and messages waited "
         f"{(shards_s + outputs_s) * facts.threads:.1f} s for the disk, over "
-        f"{facts.threads} {_plural('thread', facts.threads)}",
+        f"{facts.threads} {plural('thread', facts.threads)}",
         "Let shards have more of the workers' memory if some is free, or add workers."
         if is_shards
         else "Make partitions smaller, release results, or give workers more memory.",
@@ -237,7 +200,7 @@ def _memory_wait(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "memory-wait",
         f"tasks waited {waited_s:.1f} s for memory, over {facts.threads} "
-        f"{_plural('thread', facts.threads)}",
+        f"{plural('thread', facts.threads)}",
         "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
         "",
         waited_s / facts.threads,
@@ -254,7 +217,7 @@ def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "back-pressure",
         f"tasks of {_name(one)} waited {one['seconds']['held_back']:.1f} s for slow peers, over "
-        f"{one['threads']} {_plural('thread', one['threads'])}",
+        f"{one['threads']} {plural('thread', one['threads'])}",
         "Find out what slows the receivers: their processors, their disks, or other programs.",
         "",
         saved_s,
@@ -269,7 +232,7 @@ def _processors(facts: LiveFacts) -> Bottleneck | None:
     share = working_s / facts.wall_s
     if share < BUSY_SHARE:
         return None
-    evidence = f"{n} {_plural('thread', n)} worked {min(share, 1):.0%} of {facts.wall_s:.1f} s"
+    evidence = f"{n} {plural('thread', n)} worked {min(share, 1):.0%} of {facts.wall_s:.1f} s"
     on_processor = facts.spent["cpu_s"] / working_s / max(len(facts.busy_s), 1)
     each = n / max(len(facts.busy_s), 1)
     low, high = ONE_AT_A_TIME
@@ -302,10 +265,10 @@ def _restarts(facts: LiveFacts) -> Bottleneck | None:
     if not lost:
         return None
     seconds = sum(one["lasted_s"] for one in lost)
-    names = ", ".join(_name(one) for one in lost[:MOST_SHOWN])
+    names = ", ".join(_name(one) for one in lost[:MOST_NAMES])
     return Bottleneck(
         "restarts",
-        f"{len(lost)} {_plural('attempt', len(lost))} at shuffles did not count: {names}, "
+        f"{len(lost)} {plural('attempt', len(lost))} at shuffles did not count: {names}, "
         f"{seconds:.1f} s",
         "See the log lines of the scheduler and the workers: workers died, or results were lost.",
         "",
@@ -327,7 +290,7 @@ def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
         advice = "Install the package there, and restart the worker."
     return Bottleneck(
         "stock-shuffle",
-        f"{n} of {total} {_plural('shuffle', total)} ran on stock Dask, mostly: {most['what']}",
+        f"{n} of {total} {plural('shuffle', total)} ran on stock Dask, mostly: {most['what']}",
         advice,
     )
 
@@ -364,13 +327,3 @@ RULES: dict[str, Callable[[LiveFacts], Bottleneck | None]] = {
     "stock-shuffle": _stock_shuffle,
     "no-shuffle": _no_shuffle,
 }
-
-
-def verdict_lines(found: Iterable[Bottleneck], facts: LiveFacts) -> list[str]:
-    """Return the verdict as paragraphs: the most useful bottlenecks, or that nothing stands out."""
-    lines = []
-    for one in [*found][:MOST_SHOWN]:
-        saves = "" if one.saves_s is None else f" (up to {one.saves_s:.1f} s)"
-        setting = f" Set `{one.setting}`." if one.setting else ""
-        lines.append(f"{one.rule}{saves}: {one.evidence}. {one.advice}{setting}")
-    return lines or [nothing_stands_out(facts)]

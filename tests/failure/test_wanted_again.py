@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.command.judge import verdict
-from dask_gpurt.tracing import live_rules
+from dask_gpurt.tracing import live_verdict
 from tests.failure import gates
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 
@@ -158,8 +158,8 @@ def test_the_verdict_names_the_attempt_that_did_not_count(
     gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live_rules, "LEAST_S", 1e-9)
-    monkeypatch.setattr(live_rules, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(live_verdict, "LEAST_S", 1e-9)
+    monkeypatch.setattr(live_verdict, "LEAST_SHARE", 0.0)
     first = seen(shuffled, "first")
     assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 1)
     found = verdict.of_status(dask_gpurt.status(client))["bottlenecks"]

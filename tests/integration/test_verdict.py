@@ -18,7 +18,7 @@ from distributed import Client
 import dask_gpurt
 from benchmarks import hosts
 from dask_gpurt.command.judge import verdict
-from dask_gpurt.tracing import live_rules
+from dask_gpurt.tracing import live_verdict
 from tests.conftest import stock_client
 from tests.integration.memory_cluster import MIB, cluster
 
@@ -30,8 +30,8 @@ ROWS = 50_000
 @pytest.fixture
 def any_savings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the rules name causes whatever they cost: these programs are short."""
-    monkeypatch.setattr(live_rules, "LEAST_S", 1e-9)
-    monkeypatch.setattr(live_rules, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(live_verdict, "LEAST_S", 1e-9)
+    monkeypatch.setattr(live_verdict, "LEAST_SHARE", 0.0)
 
 
 @pytest.fixture

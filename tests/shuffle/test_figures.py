@@ -142,3 +142,31 @@ def test_snapshots_that_are_not_kept_count_once(n_kept):
     before = total.summary()
     assert total.summary(items[n_kept:]) == summarised(said)
     assert total.summary() == before
+
+
+def test_seconds_of_overlapping_messages_count_once():
+    one = figures()
+    message = {"peer": "b", "nbytes": 10, "raw_nbytes": 10, "wire_nbytes": 5}
+    for seconds, until_s in ((2.0, 3.0), (2.0, 4.0), (0.5, 3.5), (1.0, 9.0)):
+        one.sent(**message, seconds=seconds, until_s=until_s)
+    # A message in shared memory is not on its way to another host.
+    one.sent("c", nbytes=10**6, raw_nbytes=0, wire_nbytes=0, seconds=5.0, until_s=20.0)
+    assert one.snapshot({})["remote_s"] == pytest.approx(3.0 + 1.0)
+
+
+def test_a_summary_has_the_figures_of_a_verdict():
+    slow, fast = (RunFigures("abc", 1, "pandas.DataFrame", 10.0, n) for n in (1, 3))
+    for one, unpack_s, seconds in ((slow, 4.0, 2.0), (fast, 6.0, 1.0)):
+        one.add(partitions_in=2)
+        one.spent("unpack", unpack_s)
+        one.waited_for_room(0.25)
+        one.still_runs(lasted_s=2 * unpack_s, cpu_s=unpack_s)
+        one.still_runs(lasted_s=1.0, cpu_s=0.5)
+        one.sent("b", 10, 10, 8, seconds, seconds)
+    rates = {"b": 5.0}
+    said = {"a": slow.snapshot({0: 1}, rates.__getitem__), "b": fast.snapshot({1: 1, 2: 1})}
+    one = summarised(said)
+    assert (one["workers"], one["threads"], one["lasted_s"], one["cpu_s"]) == (2, 4, 12.0, 10.0)
+    assert (one["partitions_in"], one["partitions_out"], one["room_s"]) == (4, 3, 0.5)
+    assert one["most_unpack_s"] == 4.0
+    assert one["longest_sender"] == ("a", 8, 2.0, 5.0)

@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dask_gpurt.tracing import live_rules
 from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
-from dask_gpurt.tracing.live_rules import LEAST_SHARE, RULES, bottlenecks, verdict_lines
+from dask_gpurt.tracing.live_rules import RULES
+from dask_gpurt.tracing.live_verdict import LEAST_S, LEAST_SHARE, bottlenecks, verdict_lines
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/slow-shuffle.md"
 
@@ -127,6 +127,15 @@ def test_each_cause_is_named_first(rule: str) -> None:
     assert one.advice.endswith(".")
 
 
+def test_a_small_shuffle_may_be_skewed() -> None:
+    uneven = PLANTED["skew"].busy_s
+    small = run(run=2, id="another", nbytes=10**8, skew=2.4)
+    assert bottlenecks(replace(HEALTHY, shuffles=[run(), small], busy_s=uneven)) == []
+    large = run(run=2, id="another", nbytes=10**9, skew=2.4)
+    (one,) = bottlenecks(replace(HEALTHY, shuffles=[run(), large], busy_s=uneven))
+    assert one.evidence.startswith("the fullest worker of shuffle another[2] had 2.4 times")
+
+
 def test_slow_peers_are_not_named_beside_their_cause() -> None:
     held = {**run()["seconds"], "held_back": 80.0}
     slow = run(longest_sender=LINK, lasted_s=22.0, cpu_s=64.0, seconds=held)
@@ -207,7 +216,7 @@ def test_no_savings_exceed_the_period(shuffles: Any, amounts: Any, wall_s: float
     facts = replace(HEALTHY, shuffles=shuffles, spent=amounts, wall_s=wall_s)
     for one in bottlenecks(facts):
         assert one.rule in RULES
-        assert one.saves_s is None or one.saves_s >= live_rules.LEAST_S
+        assert one.saves_s is None or one.saves_s >= LEAST_S
         assert one.saves_s is None or one.saves_s <= facts.period_s
     assert verdict_lines(bottlenecks(facts), facts)
 

@@ -7,7 +7,9 @@ is compared (`outputs`), then times, bytes, and where the time went (`verdict`).
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -90,7 +92,7 @@ def compare(
     # Only for the error, here and not in a turn.
     (find_module if is_module else find_script)(script, [*args])
     command = [*(["-m"] if is_module else []), script, *args]
-    stdin = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read()
+    stdin = _standard_input()
     pairs = Pairs()
     with tempfile.TemporaryDirectory(prefix="gpurt-compare-") as directory, _ends_on_sigterm():
         program = Program(options, command, stdin, Path(directory))
@@ -101,6 +103,15 @@ def compare(
     found = summary(script, pairs)
     print(to_json(found) if as_json else as_text(found, terminal_width()))
     return pairs.code
+
+
+def _standard_input() -> bytes:
+    """Return what each turn reads: nothing from a terminal, otherwise all that there is."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return b""
+    if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        _tell("reading standard input to its end")
+    return sys.stdin.buffer.read()
 
 
 @contextlib.contextmanager
@@ -244,6 +255,7 @@ def _side(turns: Sequence[Turn]) -> dict[str, Any]:
         "runs": typical["runs"],
         "verdict": typical["verdict"],
         "clusters": len(typical["clusters"]),
+        "threads": [one["threads"] for one in typical["workers"].values()],
     }
 
 
@@ -264,19 +276,27 @@ _ROWS = {
     "tasks": "task_s",
     "tasks on a processor": "cpu_s",
     "waiting for disk": "disk_s",
+    "reading shards back": "shards_read_s",
     "fetching inputs": "fetch_s",
 }
 
 
 def as_text(found: dict[str, Any], width: int | None = None) -> str:
     """Return the comparison for a terminal; a failure of the runtime alone comes first."""
-    lines = [f"dask gpurt compare: {found['program']}"]
+    size = ""
+    if "enabled" in found and (threads := found["enabled"]["threads"]):
+        size = f", {_count(len(threads), 'worker')} with {_count(sum(threads), 'thread')}"
+    lines = [f"dask gpurt compare: {found['program']}{size}"]
     if found["problem"] is not None:
         lines += [f"  {line}" for line in found["problem"].splitlines()]
     if "stock" in found:
         lines += _times(found, width)
         lines += ["", *_conclusions(found, width)]
     return "\n".join([*lines, *(f"  note: {note}" for note in found["notes"])])
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def _times(found: dict[str, Any], width: int | None) -> list[str]:
@@ -296,7 +316,7 @@ def _times(found: dict[str, Any], width: int | None) -> list[str]:
 def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
     ratio, output = found["ratio"], found["output"]
     n, runs = len(found["pairs"]), found["enabled"]["runs"]
-    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {n} pairs"
+    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {_count(n, 'pair')}"
     if n == 1:
         spread = "one pair, so the spread is unknown"
     said = f"{ratio['median']:.2f} times as fast with dask_gpurt ({spread})"

@@ -7,6 +7,7 @@ package, Dask's own figures are shown.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,20 @@ def _of_dask(about: Mapping[str, Any], problem: str) -> dict[str, Any]:
 
 def as_text(found: Mapping[str, Mapping[str, Any]], width: int | None = None) -> str:
     """Return the parts of each worker's memory, and what would free the large ones."""
+    from distributed.comm import get_address_host as get_host
+
     if not found:
         return "there are no workers"
     lines: list[str] = []
     advised: dict[str, None] = {}
+    process_of = {address: (get_host(address), one.get("pid")) for address, one in found.items()}
+    sharing = Counter(process for process in process_of.values() if process[1] is not None)
     for address, one in sorted(found.items()):
-        lines += [*_worker(address, one, width), ""]
+        lines += _worker(address, one, width)
+        if (n := sharing[process_of[address]]) > 1:
+            text = f"{n} workers share its process: the rest has the outputs of the others"
+            lines += wrapped(text, width, "  ")
+        lines.append("")
         least = LEAST_SHARE * one["resident_nbytes"]
         advised |= dict.fromkeys(name for name, n in one["parts"].items() if abs(n) >= least)
     return "\n".join([*lines, "what would free it", *_advice(advised, width)])

@@ -1,6 +1,6 @@
 """The verdict of `status`, `run` and `dask_gpurt.progress`: what limited this, and what helps.
 
-`tracing.live_rules` has the rules. This module takes their figures from a status or a snapshot, and
+`tracing.live_verdict` chooses among what rules find. This module takes their figures from a status or a snapshot, and
 returns the verdict as plain values and as text.
 """
 
@@ -15,7 +15,7 @@ import dask.config
 from dask_gpurt.command.layout import wrapped
 from dask_gpurt.command.observe import CounterSnapshot
 from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
-from dask_gpurt.tracing.live_rules import bottlenecks, verdict_lines
+from dask_gpurt.tracing.live_verdict import bottlenecks, verdict_lines
 
 #: The verdict where nothing was measured.
 _NONE: dict[str, Any] = {"bottlenecks": [], "text": []}

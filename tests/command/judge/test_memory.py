@@ -16,6 +16,7 @@ from distributed import Client, Event, LocalCluster, get_worker, wait
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from tests.command.conftest import Outcome, Shell
+from tests.conftest import stock_client
 
 pytestmark = pytest.mark.cluster
 
@@ -126,6 +127,10 @@ def idle_nbytes() -> int:
     return runtime_of(get_worker()).pool.idle_nbytes + links.outgoing.idle_nbytes
 
 
+def shards_nbytes(dask_worker: Any) -> int:
+    return runtime_of(dask_worker).shards_nbytes()
+
+
 def held_up(part: pd.DataFrame) -> int:
     Event("over").wait()
     return len(part)
@@ -139,9 +144,12 @@ def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
         lengths = client.compute(lazy.map_partitions(held_up, meta=(None, int)))
     client.run_on_scheduler(when_held_up)
     found = measured(shell, client)
+    (known,) = client.run(shards_nbytes).values()
     Event("over", client=client).set()
     assert lengths.result().sum() == 4_000_000
-    assert 20 * MB < found["parts"]["shards"] < 70 * MB
+    # Of 96 MB, some outputs have read theirs.
+    assert 20 * MB < known < 96 * MB
+    assert found["parts"]["shards"] == known
     assert found["tasks_running"] == 1
 
 
@@ -165,6 +173,14 @@ def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:
     assert outcome.code == 2
     assert f"there is no worker 'absent'; there are: {worker}" in outcome.err
     assert shell.gpurt("memory").code == 2
+
+
+def test_workers_that_share_a_process_are_told(shell: Shell) -> None:
+    with stock_client(2) as both:
+        address = both.cluster.scheduler_address
+        outcome = shell.gpurt("memory", "--scheduler", address)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("2 workers share its process") == 2
 
 
 def hide(dask_worker: Any) -> None:
