@@ -181,9 +181,15 @@ def run_script(
     """
     options = options or Options()
     script = (find_module if is_module else find_script)(name, args)
-    for path in (options.report_path, options.trace_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ScriptError(f"cannot write {path}: there is no such directory")
+    if options.report_path is not None and not options.report_path.absolute().parent.is_dir():
+        raise ScriptError(f"cannot write {options.report_path}: there is no such directory")
+    if options.trace_path is not None:
+        from dask_gpurt.tracing import files
+
+        try:
+            files.check(options.trace_path)
+        except OSError as error:
+            raise ScriptError(str(error)) from error
     # Absolute, because the script may change the current directory.
     report_path = options.report_path.absolute() if options.report_path else None
     if options.nsys_directory is not None:

@@ -18,7 +18,7 @@ from typing import IO
 
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import Trace
-from dask_gpurt.tracing.formats import chrome, packet_reader, packet_writer
+from dask_gpurt.tracing.formats import chrome, packet_reader, packet_writer, protobuf
 
 _CHROME, _PERFETTO = (".json", ".json.gz"), (".perfetto-trace", ".pftrace")
 #: Endings of the names of traces.
@@ -38,6 +38,24 @@ _DAMAGE = (
     gzip.BadGzipFile,
     zlib.error,
 )
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Find out before a trace begins whether its file can be written.
+
+    Raises
+    ------
+    TraceFileError
+        There is no such folder, the ending is none of `ENDINGS`, or the package for it is missing.
+    """
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise TraceFileError(f"cannot write {path}: there is no folder {path.parent}")
+    if _ending(path) in _PERFETTO:
+        try:
+            protobuf.protos()
+        except TraceFileError as error:
+            raise TraceFileError(f"cannot write {path}: {error}") from error
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:

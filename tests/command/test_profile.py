@@ -72,4 +72,11 @@ def test_a_missing_folder_is_said_before_the_script_runs(shell: Shell) -> None:
     shell.write("script.py", "print('ran')")
     done = shell.gpurt("profile", "-o", "nowhere/trace.json", "script.py")
     assert done.code == 2 and done.out == ""
-    assert "there is no such directory" in done.err
+    assert "there is no folder nowhere" in done.err
+
+
+def test_an_odd_ending_is_said_before_the_script_runs(shell: Shell) -> None:
+    shell.write("script.py", "print('ran')")
+    done = shell.gpurt("profile", "-o", "trace.txt", "script.py")
+    assert done.code == 2 and done.out == ""
+    assert "end it with .json" in done.err

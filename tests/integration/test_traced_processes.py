@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 import dask_gpurt
 from benchmarks import hosts
-from dask_gpurt.tracing import merge
+from dask_gpurt.tracing import files, merge
 from tests.integration.processes import WITHOUT_PACKAGE, command_line_cluster, environment
 from tests.integration.traced import assert_messages_match, shuffled
 
@@ -122,7 +121,7 @@ def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
             said, error = long.communicate(timeout=60)
             assert long.returncode == 0, error
             assert "events of 1 workers" in said and "The runtime is off" in said
-            assert len(json.loads((tmp_path / "long.json").read_text())["tasks"]) == 20
+            assert len(files.read(tmp_path / "long.json").tasks) == 20
             assert not (tmp_path / "second.json").exists()
             nowhere = command(cluster, "-o", "none/x.json")
             _, error = nowhere.communicate(timeout=60)

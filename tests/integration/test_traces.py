@@ -15,7 +15,7 @@ from distributed import Client, Nanny, Worker, wait
 from distributed.utils_test import gen_cluster, inc
 
 import dask_gpurt
-from dask_gpurt.errors import TraceInProgressError, TracingError
+from dask_gpurt.errors import TraceFileError, TraceInProgressError, TracingError
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.tracing import traced_worker
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
@@ -133,7 +133,7 @@ async def test_samples_have_bytes_by_tier_and_rates(c, s, *workers):
 async def test_keys_are_prefixes_unless_wanted(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         for keys in ("prefix", "full"):
-            file = f"{folder}/{keys}"
+            file = f"{folder}/{keys}.json"
             async with dask_gpurt.trace(c, file, keys=keys):
                 await c.submit(inc, 1, key=("inc-0123abcd", f"customer {keys}"))
             with open(file) as lines:
@@ -145,15 +145,15 @@ async def test_keys_are_prefixes_unless_wanted(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_a_second_trace_is_one_clear_error(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             async with Client(s.address, asynchronous=True) as other:
                 with pytest.raises(TraceInProgressError, match="close that client"):
-                    async with dask_gpurt.trace(other, f"{folder}/2"):
+                    async with dask_gpurt.trace(other, f"{folder}/2.json"):
                         pytest.fail("the block must not run")
             await c.compute(shuffled())
         assert_messages_match(traced.trace)
         nothing_is_left(s, *workers)
-        async with dask_gpurt.trace(c, f"{folder}/3") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/3.json") as traced:
             await c.compute(shuffled())
         assert_messages_match(traced.trace)
 
@@ -162,13 +162,13 @@ async def test_a_second_trace_is_one_clear_error(c, s, *workers):
 async def test_a_client_that_goes_away_ends_its_trace(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         async with Client(s.address, asynchronous=True) as other:
-            await dask_gpurt.trace(other, f"{folder}/1").__aenter__()
+            await dask_gpurt.trace(other, f"{folder}/1.json").__aenter__()
             assert [*trace_files(*(one.local_directory for one in workers))]
             session = s.extensions[TRACE]
         await asyncio.wait_for(until(lambda: session._closing is not None), 30)
         await session._closing
         nothing_is_left(s, *workers)
-        async with dask_gpurt.trace(c, f"{folder}/2"):
+        async with dask_gpurt.trace(c, f"{folder}/2.json"):
             pass
 
 
@@ -181,7 +181,7 @@ async def until(is_true):
 async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(TracingError, match="the client was closed"):
-            async with dask_gpurt.trace(c, f"{folder}/1"):
+            async with dask_gpurt.trace(c, f"{folder}/1.json"):
                 session = s.extensions[TRACE]
                 await c.close()
         await asyncio.wait_for(until(lambda: session._closing is not None), 30)
@@ -220,23 +220,23 @@ async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_errors_of_the_block_pass_and_the_file_is_written(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        traced = dask_gpurt.trace(c, f"{folder}/1")
+        traced = dask_gpurt.trace(c, f"{folder}/1.json")
         with pytest.raises(ZeroDivisionError):
             async with traced:
                 await c.submit(lambda: 1 / 0)
         assert "task failed" in {one.name for one in traced.trace.instants}
         nothing_is_left(s, *workers)
-        with pytest.raises(FileNotFoundError, match="no folder"):
-            async with dask_gpurt.trace(c, f"{folder}/none/1"):
+        with pytest.raises(TraceFileError, match="no folder"):
+            async with dask_gpurt.trace(c, f"{folder}/none/1.json"):
                 pytest.fail("the block must not run")
         with pytest.raises(TypeError, match="this client is asynchronous"):
-            dask_gpurt.trace(c, f"{folder}/1").__enter__()
+            dask_gpurt.trace(c, f"{folder}/1.json").__enter__()
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_the_runtime_may_be_switched_in_the_block(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             await c.compute(shuffled())
             await dask_gpurt.disable(c)
             await c.submit(inc, 1)
@@ -251,7 +251,7 @@ async def test_the_runtime_may_be_switched_in_the_block(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config={"gpurt.enabled": False})
 async def test_without_the_runtime_there_are_tasks(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             await c.compute(shuffled())
     trace = traced.trace
     assert trace.about["runtime"] == "not switched on for this cluster"
@@ -264,7 +264,7 @@ async def test_without_the_runtime_there_are_tasks(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config={"gpurt.enabled": False})
 async def test_the_runtime_may_be_switched_on_in_the_block(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             with dask.config.set(ON):
                 await dask_gpurt.enable(c)
             await c.compute(shuffled())
@@ -275,7 +275,7 @@ async def test_the_runtime_may_be_switched_on_in_the_block(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config=ON | {"gpurt.trace.limit": "20 kiB"})
 async def test_at_the_limit_the_trace_says_so(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             for _ in range(3):
                 await c.gather(c.map(inc, range(500), pure=False))
     ended = [one.ended for one in traced.trace.processes]
@@ -285,7 +285,7 @@ async def test_at_the_limit_the_trace_says_so(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_joining_workers_take_part(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             async with Worker(s.address, nthreads=2) as joined:
                 await c.compute(shuffled())
                 assert runtime_of(joined).counters.snapshot()["sent_nbytes"]
@@ -304,7 +304,7 @@ async def test_a_killed_worker_is_shown_as_lost(c, s):
         async with (
             Nanny(s.address, nthreads=1) as kept,
             Nanny(s.address, nthreads=1) as killed,
-            dask_gpurt.trace(c, f"{folder}/1") as traced,
+            dask_gpurt.trace(c, f"{folder}/1.json") as traced,
         ):
             await c.compute(shuffled())
             victim = killed.worker_address
@@ -328,7 +328,7 @@ async def test_a_killed_worker_is_shown_as_lost(c, s):
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_a_restarted_shuffle_is_an_instant(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced, Worker(s.address) as leaves:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced, Worker(s.address) as leaves:
             shuffling = c.persist(shuffled())
             await asyncio.wait_for(until(lambda: runtime_of(leaves)._runs), 30)
             await leaves.close()
@@ -339,7 +339,7 @@ async def test_a_restarted_shuffle_is_an_instant(c, s, *workers):
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, config=ON)
 async def test_broadcasts_are_in_a_lane_of_their_own(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             big = await c.scatter(bytes(8 << 20), workers=[workers[0].address])
             await c.replicate([big], n=3)
     sent = [one for one in traced.trace.work if one.lane == "collective"]
@@ -383,7 +383,7 @@ async def test_messages_sent_again_have_one_number(c, s, *workers):
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExchangeRun, "receive", with_lost_answers)
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             await c.compute(shuffled())
     trace = traced.trace
     assert len(n_lost) == 3
@@ -395,7 +395,7 @@ async def test_messages_sent_again_have_one_number(c, s, *workers):
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_requests_of_strangers_are_refused(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             trace, here = traced._id, workers[0].address
             bad = [
                 ("gpurt_trace_stop", {"trace": "another"}),
@@ -431,7 +431,7 @@ async def test_files_come_in_bounded_pieces(c, s, *workers):
     ):
         patch.setattr(traced_worker, "PART_NBYTES", 1000)
         sizes: list[int] = []
-        async with dask_gpurt.trace(c, f"{folder}/1") as traced:
+        async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             await c.compute(shuffled())
             collect = traced.collect
             traced.collect = lambda: collect(sizes.append)

@@ -86,9 +86,11 @@ class TracingRecorder(Recorder):
 
         try:
             files.write(self._trace, self._path)
+            # From the file, so that `dask gpurt report` says the same.
+            trace = files.read(self._path)
         except OSError as error:
             return f"no trace is written: {error}"
-        lines = [as_text(report_of(self._trace), terminal_width()), ""]
+        lines = [as_text(report_of(trace), terminal_width()), ""]
         if self._n_clusters > 1:
             lines.append(f"The script used {self._n_clusters} clusters; the first was traced.")
         lines.append(f"Trace: {self._path}. Open it at ui.perfetto.dev.")

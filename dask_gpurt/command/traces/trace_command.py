@@ -20,6 +20,7 @@ from dask.utils import format_bytes
 from dask_gpurt.command.connect import ConnectError, address_of, connected
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+from dask_gpurt.tracing import files
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -57,8 +58,7 @@ def record(
         address = address_of(scheduler, scheduler_file)
         if address is None:
             raise TraceCommandError("no cluster is named; give --scheduler or --scheduler-file")
-        if not path.absolute().parent.is_dir():
-            raise TraceCommandError(f"there is no folder {path.parent}")
+        files.check(path)
         with connected(address) as client:
             tracing = ClusterTrace(client, path, keys)
             with _interrupts() as interrupted:

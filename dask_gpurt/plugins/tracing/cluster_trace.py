@@ -116,8 +116,7 @@ class ClusterTrace:
         """Find out before the block runs that the file cannot be written."""
         if self._client.scheduler is None:
             raise ActivationError("this client is not connected to a scheduler")
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(f"no folder {self._path.parent} for the trace")
+        files.check(self._path)
 
     # ------------------------------------------------------------------ on the client's loop
 
