@@ -203,7 +203,7 @@ async def test_a_worker_may_close_while_its_trace_ends(c, s, worker):
             left.extend(worker.extensions)
 
     async with Client(s.address, asynchronous=True) as other:
-        await dask_gpurt.trace(other, "x").__aenter__()
+        await dask_gpurt.trace(other, "x.json").__aenter__()
         traced = worker.extensions[TRACE]
         stop = traced.recorder.stop
         traced.recorder.stop = lambda: (may_stop.wait(60), stop())
