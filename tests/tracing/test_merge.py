@@ -116,6 +116,16 @@ def test_tasks_have_the_times_of_their_worker():
     assert [one.kind for one in trace.processes] == [SCHEDULER, "worker"]
 
 
+def test_tasks_outside_of_the_trace_are_in_no_needs():
+    on_scheduler = RecordEncoder()
+    a_task(on_scheduler, 1, "a", A, (0.0, 0.5, 1.1, 2.1, 3.0))
+    a_task(on_scheduler, 2, "b", A, (3.0, 3.5, 4.1, 5.1, 6.0), needs=[1])
+    a_task(on_scheduler, 3, "c", A, (6.0, 6.5, 7.1, 8.1, 9.0), needs=[1, 2])
+    trace = merged(scheduler(on_scheduler), [RecordedProcess(A, "w", "h")], 3.5, 20.0)
+    assert [(task.number, task.needs) for task in trace.tasks] == [(2, ()), (3, (2,))]
+    assert trace.tasks[0].ready_s == pytest.approx(-0.5)
+
+
 def test_a_worker_without_events_keeps_dasks_times():
     on_scheduler = RecordEncoder()
     a_task(on_scheduler, 1, "a", A, (0.0, 0.5, 1.1, 2.1, 3.0))
