@@ -297,7 +297,7 @@ async def test_joining_workers_take_part(c, s, *workers):
         nothing_is_left(s, *workers)
 
 
-@gen_cluster(client=True, nthreads=[], config=ON)
+@gen_cluster(client=True, nthreads=[], config=ON, timeout=150)
 async def test_a_killed_worker_is_shown_as_lost(c, s):
     with tempfile.TemporaryDirectory() as folder:
         async with (

@@ -71,7 +71,7 @@ def test_no_arrow_of_a_hundred_thousand_points_backwards():
     assert worst_s <= 2e-3
 
 
-def test_messages_across_an_end_of_the_trace_are_left_out_on_both_sides():
+def test_messages_across_an_end_are_left_out_on_both_sides():
     clocks = {A: SkewedClock(), B: SkewedClock(-3.0)}
     links = dict.fromkeys((A, B), DelayedLink(1e-5, 1e-5))
     workers, true_s = messages(500, clocks, links)
