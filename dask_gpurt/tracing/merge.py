@@ -261,9 +261,9 @@ def _find_on_workers(every: list[_Events], runs: list[_TaskRun]) -> None:
 def _number_tasks(
     every: list[_Events], runs: list[_TaskRun], trace: Trace, wall_s: float
 ) -> list[dict[int, list[tuple[float, int]]]]:
-    """Add the tasks to a trace. Return, by process and hash of a key, the ends and numbers of runs.
+    """Add the tasks to a trace. Return when each run was assigned, and its number.
 
-    An output is fetched or sent after its run has begun, and the last run counts.
+    By process and hash of the key, in order. Work for a key belongs to the last run before it.
     """
     of_hash: list[dict[int, list[tuple[float, int]]]] = [defaultdict(list) for _ in every]
     for run in runs:
@@ -271,28 +271,18 @@ def _number_tasks(
             run.start_s, run.end_s = run.row.start_s, run.row.end_s
             run.here_s = run.start_s - run.row.message / 1e6
         # The scheduler's times hold: what the worker did lies between them.
-        end_s = min(max(run.end_s, run.assigned_s), run.known_s)
-        start_s = min(max(run.start_s, run.assigned_s), end_s)
-        here_s = min(max(run.here_s, run.ready_s), start_s)
-        of_hash[run.process][run.hash].append((run.assigned_s, run.number))
-        if run.known_s < 0 or start_s > wall_s:
-            continue
-        trace.tasks.append(
-            TaskTimes(
-                run.number,
-                run.key,
-                run.process,
-                tuple(run.needs),
-                run.ready_s,
-                run.assigned_s,
-                here_s,
-                start_s,
-                end_s,
-                run.known_s,
-                run.nbytes,
-                run.thread,
+        run.end_s = min(max(run.end_s, run.assigned_s), run.known_s)
+        run.start_s = min(max(run.start_s, run.assigned_s), run.end_s)
+        run.here_s = min(max(run.here_s, run.assigned_s), run.start_s)
+    inside = {run.number for run in runs if run.known_s >= 0 and run.start_s <= wall_s}
+    for run in runs:
+        if run.number in inside:
+            of_hash[run.process][run.hash].append((run.assigned_s, run.number))
+            needs = tuple(one for one in run.needs if one in inside)
+            times = run.ready_s, run.assigned_s, run.here_s, run.start_s, run.end_s, run.known_s
+            trace.tasks.append(
+                TaskTimes(run.number, run.key, run.process, needs, *times, run.nbytes, run.thread)
             )
-        )
     for of_process in of_hash:
         for found in of_process.values():
             found.sort()

@@ -97,8 +97,7 @@ async def test_a_trace_has_tasks_phases_fetches_and_samples(c, s, *workers):
     assert tasks[second.needs[0]].key == "inc"
     for task in trace.tasks:
         times = task.ready_s, task.assigned_s, task.here_s, task.start_s, task.end_s, task.known_s
-        assert task.assigned_s <= task.start_s <= task.end_s <= task.known_s, times
-        assert task.ready_s <= task.here_s <= task.start_s, times
+        assert sorted(times) == list(times)
         assert all(tasks[one].known_s <= task.assigned_s for one in task.needs)
         assert task.thread
     phases = [one for one in trace.work if one.lane == PHASE]
@@ -298,7 +297,7 @@ async def test_joining_workers_take_part(c, s, *workers):
         nothing_is_left(s, *workers)
 
 
-@gen_cluster(client=True, nthreads=[], config=ON)
+@gen_cluster(client=True, nthreads=[], config=ON, timeout=150)
 async def test_a_killed_worker_is_shown_as_lost(c, s):
     with tempfile.TemporaryDirectory() as folder:
         async with (

@@ -71,7 +71,7 @@ def test_no_arrow_of_a_hundred_thousand_points_backwards():
     assert worst_s <= 2e-3
 
 
-def test_messages_across_an_end_of_the_trace_are_left_out_on_both_sides():
+def test_messages_across_an_end_are_left_out_on_both_sides():
     clocks = {A: SkewedClock(), B: SkewedClock(-3.0)}
     links = dict.fromkeys((A, B), DelayedLink(1e-5, 1e-5))
     workers, true_s = messages(500, clocks, links)
@@ -114,6 +114,16 @@ def test_tasks_have_the_times_of_their_worker():
     (fetch,) = trace.work
     assert fetch.task == second.number
     assert [one.kind for one in trace.processes] == [SCHEDULER, "worker"]
+
+
+def test_tasks_outside_of_the_trace_are_in_no_needs():
+    on_scheduler = RecordEncoder()
+    a_task(on_scheduler, 1, "a", A, (0.0, 0.5, 1.1, 2.1, 3.0))
+    a_task(on_scheduler, 2, "b", A, (3.0, 3.5, 4.1, 5.1, 6.0), needs=[1])
+    a_task(on_scheduler, 3, "c", A, (6.0, 6.5, 7.1, 8.1, 9.0), needs=[1, 2])
+    trace = merged(scheduler(on_scheduler), [RecordedProcess(A, "w", "h")], 3.5, 20.0)
+    assert [(task.number, task.needs) for task in trace.tasks] == [(2, ()), (3, (2,))]
+    assert trace.tasks[0].ready_s == pytest.approx(-0.5)
 
 
 def test_a_worker_without_events_keeps_dasks_times():
