@@ -15,7 +15,7 @@ from dask_gpurt.tracing.files import read
 from dask_gpurt.tracing.formats import chrome, packet_writer
 from dask_gpurt.tracing.nsight.nsys import read_nsys
 from tests.tracing.nsight.exports import TABLES, write_export
-from tests.tracing.traces import shuffle_trace
+from tests.tracing.shuffle_trace import shuffle_trace
 
 #: The smallest pages of a database. The fuzzer's inputs have at most 4 KiB.
 _PAGE_NBYTES = 512
