@@ -39,6 +39,7 @@ from dask_gpurt.topology import description, machine
 from dask_gpurt.tracing import records
 from dask_gpurt.tracing.merge import RecordedProcess, merged
 from dask_gpurt.transport import ucx_protocol, wire
+from tests.fuzz import files_of_traces
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 #: Most memory that a target lets a decoder fill.
@@ -411,4 +412,7 @@ TARGETS: dict[str, Target] = {
     "topology-file": Target(_look_at_description, _description_seeds),
     "trace-events": Target(_look_at_events, _events_seeds),
     "trace-file": Target(_look_at_trace, _trace_seeds),
+    "chrome-trace": Target(files_of_traces.look_at_chrome, files_of_traces.chrome_seeds),
+    "perfetto-trace": Target(files_of_traces.look_at_perfetto, files_of_traces.perfetto_seeds),
+    "nsys-export": Target(files_of_traces.look_at_export, files_of_traces.export_seeds),
 }

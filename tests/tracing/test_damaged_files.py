@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import Trace
 from dask_gpurt.tracing.files import read, write
-from tests.tracing.traces import shuffle_trace
+from tests.tracing.shuffle_trace import shuffle_trace
 
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, Trace, TraceProcess
 from dask_gpurt.tracing.files import ENDINGS, read, write
-from tests.tracing.traces import UNITS_NS, n_events, shuffle_trace, traces
+from tests.tracing.shuffle_trace import shuffle_trace
+from tests.tracing.traces import UNITS_NS, n_events, traces
 
 pytest.importorskip("perfetto")
 
@@ -87,7 +88,8 @@ def test_what_has_no_place_in_a_picture_is_mended(tmp_path):
 MEMORY = """
 import resource, sys
 from dask_gpurt.tracing.files import read, write
-from tests.tracing.traces import n_events, shuffle_trace
+from tests.tracing.shuffle_trace import shuffle_trace
+from tests.tracing.traces import n_events
 one = shuffle_trace(800)
 # What is imported for the format is no part of it.
 write(shuffle_trace(1), sys.argv[1])
@@ -135,7 +137,7 @@ FULL = """
 import resource, signal, sys
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.files import write
-from tests.tracing.traces import shuffle_trace
+from tests.tracing.shuffle_trace import shuffle_trace
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:

@@ -69,9 +69,11 @@ class Export:
             # No `yield from`: a generator that is dropped would close the cursor after its file.
             for row in self._connection.execute(query, values):  # noqa: UP028
                 yield row
-        except sqlite3.Error as error:
+        # Names of columns are decoded as well. SQLite asks for the memory that damaged pages claim.
+        except (sqlite3.Error, UnicodeDecodeError, MemoryError) as error:
+            why = str(error) or "it claims more memory than there is"
             raise TraceFileError(
-                f"{self._path} is damaged, or no export of Nsight Systems: {error}"
+                f"{self._path} is damaged, or no export of Nsight Systems: {why}"
             ) from error
 
     def columns(self, table: str) -> set[str]:

@@ -30,16 +30,7 @@ def join(ours: Trace, theirs: Trace) -> Trace:
     TraceFileError
         One of them has no time of day, or both have no time in common.
     """
-    if not ours.began_utc_s or not theirs.began_utc_s:
-        which = "the trace of Nsight Systems" if ours.began_utc_s else "our trace"
-        raise TraceFileError(f"{which} has no time of day, so the two cannot be joined")
-    later_s = theirs.began_utc_s - ours.began_utc_s
-    if later_s > ours.wall_s or later_s + theirs.wall_s < 0:
-        raise TraceFileError(
-            f"the two have no time in common: the one begins {abs(later_s):.1f} s"
-            f" {'after' if later_s > 0 else 'before'} the other, which lasts"
-            f" {(ours if later_s > 0 else theirs).wall_s:.1f} s"
-        )
+    later_s = _later_s(ours, theirs)
     workers = _workers_by_pid(ours)
     processes = list(ours.processes)
     places: dict[int, int] = {}
@@ -78,6 +69,21 @@ def join(ours: Trace, theirs: Trace) -> Trace:
         instants=sorted([*ours.instants, *instants], key=lambda one: one.at_s),
         about=about,
     )
+
+
+def _later_s(ours: Trace, theirs: Trace) -> float:
+    """Return how much later time 0 of their trace is than ours."""
+    if not ours.began_utc_s or not theirs.began_utc_s:
+        which = "the trace of Nsight Systems" if ours.began_utc_s else "our trace"
+        raise TraceFileError(f"{which} has no time of day, so the two cannot be joined")
+    later_s = theirs.began_utc_s - ours.began_utc_s
+    if later_s > ours.wall_s or later_s + theirs.wall_s < 0:
+        raise TraceFileError(
+            f"the two have no time in common: the one begins {abs(later_s):.1f} s"
+            f" {'after' if later_s > 0 else 'before'} the other, which lasts"
+            f" {(ours if later_s > 0 else theirs).wall_s:.1f} s"
+        )
+    return later_s
 
 
 def union(traces: Sequence[Trace]) -> Trace:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from dask_gpurt.tracing.files import write
-from tests.tracing.traces import shuffle_trace, traces
+from tests.tracing.shuffle_trace import shuffle_trace
+from tests.tracing.traces import traces
 
 #: Documented phases and the fields that each must have.
 PHASES = {

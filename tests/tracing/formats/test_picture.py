@@ -19,7 +19,8 @@ from dask_gpurt.tracing.events import (
 )
 from dask_gpurt.tracing.formats.arrows import MAX_ARROWS, ArrowFinder
 from dask_gpurt.tracing.formats.picture import LANE, THREAD, PointEvent, SliceBegin, SliceEnd, draw
-from tests.tracing.traces import shuffle_trace, traces
+from tests.tracing.shuffle_trace import shuffle_trace
+from tests.tracing.traces import traces
 
 A, B = TraceProcess("tcp://a", "a", "h1"), TraceProcess("tcp://b", "b", "h2")
 

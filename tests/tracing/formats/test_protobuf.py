@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from dask_gpurt.tracing.files import write
-from tests.tracing.traces import n_events, shuffle_trace, traces
+from tests.tracing.shuffle_trace import shuffle_trace
+from tests.tracing.traces import n_events, traces
 
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 

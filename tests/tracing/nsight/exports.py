@@ -146,6 +146,7 @@ def write_export(
     without: tuple[str, ...] = (),
     rows: dict[str, list[dict]] = ROWS,
     renamed: dict[str, str] | None = None,
+    page_nbytes: int = 4096,
 ) -> Path:
     """Write an export.
 
@@ -155,8 +156,11 @@ def write_export(
         Names of tables, and of columns as "table.column", that the file lacks.
     renamed
         Names of tables in the file, by the names here.
+    page_nbytes
+        Size of the pages of the database.
     """
     connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA page_size = {page_nbytes}")
     for table, ddl in TABLES.items():
         if table in without:
             continue
