@@ -1,7 +1,7 @@
 """The verdict of `status`, `run` and `dask_gpurt.progress`: what limited this, and what helps.
 
-`tracing.live_verdict` chooses among what rules find. This module takes their figures from a status or a snapshot, and
-returns the verdict as plain values and as text.
+`tracing.live_verdict` chooses among what rules find. This module takes their figures from a status
+or a snapshot, and returns the verdict as plain values and as text.
 """
 
 from __future__ import annotations
