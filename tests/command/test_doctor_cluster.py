@@ -45,10 +45,11 @@ def test_status_shows_an_enabled_cluster(
 def test_values_without_a_json_form_become_null(
     sides: Sides, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"rates": [float("inf"), (1.5, float("nan"))], "n": 1, "on": True, "why": None}
+    found = {"rates": [float("inf"), (1.5, float("nan"))], "n": 1, "active": False, "why": None}
     monkeypatch.setattr("dask_gpurt.command.status.ask", lambda client: found)
     show(scheduler_address(sides.enabled), None, as_json=True)
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed.pop("verdict") == {"bottlenecks": [], "text": []}
     assert printed == {**found, "rates": [None, [1.5, None]]}
 
 
