@@ -101,6 +101,7 @@ STEPS = (
             Work("facts", 30),
             Work("test_environment", 40),
             Work("test_cuda_memory", 40, "rmm"),
+            Work("test_cupti", 20),
             Work("test_store", 80, "not cudf"),
             Work("test_frames", 60, "cupy"),
             Work("test_partition_sizes", 20),
