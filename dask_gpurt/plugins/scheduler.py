@@ -407,8 +407,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
         """Handler: record the rows of each output partition in a sample input partition.
 
-        Without `rows`, return the label of the column with partition numbers, or None if no sketch
-        is wanted.
+        Without `rows`, return the label of the column with their numbers; None if not wanted.
         """
         request_checks.name("shuffle_id", shuffle_id)
         if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
@@ -426,8 +425,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
         """Handler: return when values are needed next, for a worker that is short of memory.
 
-        Also return for how many seconds the worker should not ask again: all workers may be short
-        of memory at once.
+        Also return for how many seconds it should not ask again: all may be short at once.
         """
         request_checks.keys(keys)
         request_checks.name("worker", worker)

@@ -300,9 +300,7 @@ class Links(Arrivals):
 
     def bandwidth(self, address: str) -> float:
         """Return the measured bytes a second of the link to a peer; 0 if they are unknown."""
-        tasks = (task for (peer, _), task in self._paths.items() if peer == address)
-        found = (path.bandwidth for task in tasks if (path := result_if_any(task)) is not None)
-        return max((bandwidth or 0.0 for bandwidth in found), default=0.0)
+        return float(self.report().get(address, {}).get("bandwidth") or 0.0)
 
     def lacks(self) -> dict[str, str]:
         """Return the paths this worker does not have at all, with the reasons. Loads no library."""
