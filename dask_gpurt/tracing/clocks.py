@@ -94,7 +94,7 @@ def fit(exchanges: Sequence[ClockExchange]) -> ClockFit:
     )
     drift = common / (spread + 1.0 / _DRIFT**2)
     found = ClockFit(offset_s, at_s, drift)
-    return found._replace(error_s=_bound(found, quickest))
+    return found._replace(error_s=_bound(found, quickest, exchanges))
 
 
 def _rounds(exchanges: Sequence[ClockExchange]) -> list[list[ClockExchange]]:
@@ -108,19 +108,29 @@ def _rounds(exchanges: Sequence[ClockExchange]) -> list[list[ClockExchange]]:
     return rounds
 
 
-def _bound(found: ClockFit, exchanges: Sequence[ClockExchange]) -> float:
+def _bound(
+    found: ClockFit, quickest: Sequence[ClockExchange], exchanges: Sequence[ClockExchange]
+) -> float:
     """Return a bound of a fit's error, from the best exchange of each half of the time.
 
-    Errors of a line between two times are at most those at the two times.
+    Errors of a line between two times are at most those at the two times. Before the first and
+    after the last one, the drift counts as far as it is unknown.
     """
 
     def open_s(one: ClockExchange) -> float:
         expected_s = found.offset_s + found.drift * (one.at_s - found.at_s)
         return one.half_s + abs(one.offset_s - expected_s)
 
-    middle = (len(exchanges) + 1) // 2
-    halves = (exchanges[:middle], exchanges[middle:])
-    return max(min(map(open_s, half)) for half in halves if half)
+    middle = (len(quickest) + 1) // 2
+    halves = (quickest[:middle], quickest[middle:])
+    best = [min(half, key=open_s) for half in halves if half]
+    first_s, last_s = best[0].at_s, best[-1].at_s
+    times = [one.at_s for one in exchanges]
+    outside_s = max(first_s - min(times), max(times) - last_s)
+    unknown = _DRIFT + abs(found.drift)
+    if last_s > first_s:
+        unknown = min(unknown, sum(map(open_s, best)) / (last_s - first_s))
+    return max(map(open_s, best)) + unknown * outside_s
 
 
 def shifts(
