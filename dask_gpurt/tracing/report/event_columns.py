@@ -255,6 +255,7 @@ class Columns:
         self.work = WorkColumns(trace, self.places)
         self.tasks = TaskColumns(trace)
         self.hops = hops_of(self.work, self.places)
+        self._threads: dict[int, int] = {}
         self.held_back = self._rows_held_back()
         self.working_s = self._working_s()
         ends = (column for column in (self.work.end_s, self.tasks.known_s) if len(column))
@@ -262,8 +263,11 @@ class Columns:
 
     def n_threads(self, process: int) -> int:
         """Return the threads of a worker; those seen, if it did not say."""
-        said = self.trace.processes[process].n_threads
-        return said or len(np.unique(self.tasks.thread[self.tasks.process == process]))
+        if process not in self._threads:
+            seen = self.tasks.thread[self.tasks.process == process]
+            said = self.trace.processes[process].n_threads
+            self._threads[process] = said or len(np.unique(seen))
+        return self._threads[process]
 
     def _rows_held_back(self) -> Column:
         """Return the rows of work in which a task waited until a peer took its shards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,7 +37,7 @@ class GroupedRows:
         order = np.lexsort(keys)
         groups = group[rows][order]
         self._rows = rows[order] if labels is None else labels[rows[order]]
-        self._times_s = times_s
+        self._times_s = [] if times_s is None else times_s[self._rows].tolist()
         names, first = np.unique(groups, return_index=True)
         ends = np.append(first[1:], len(groups))[: len(first)]
         bounds = zip(first.tolist(), ends.tolist(), strict=True)
@@ -51,7 +52,7 @@ class GroupedRows:
 
     def within(self, group: int, start_s: float, end_s: float) -> Column:
         """Return the rows of a group whose time is in a period, in order."""
-        assert self._times_s is not None
-        rows = self[group]
-        a, b = np.searchsorted(self._times_s[rows], (start_s, end_s))
-        return rows[a:b]
+        first, last = self._bounds.get(group, (0, 0))
+        a = bisect.bisect_left(self._times_s, start_s, first, last)
+        b = bisect.bisect_left(self._times_s, end_s, a, last)
+        return self._rows[a:b]

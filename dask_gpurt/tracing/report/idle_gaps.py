@@ -18,9 +18,9 @@ from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, Backwards,
 #: Shorter gaps are not looked at.
 SHORTEST_S = 0.1
 #: Gaps that are explained, the longest first. Others are only added up.
-MAX_EXPLAINED = 1_000
+MAX_EXPLAINED = 300
 #: Tasks of a chain that are followed.
-_MAX_STEPS = 30
+_MAX_STEPS = 20
 NOTHING_LEFT = "nothing: no task was left for it"
 SHORT_OF_TIME = "not looked at"
 

@@ -94,6 +94,7 @@ class TaskStories:
         self._by_process = GroupedRows(columns.tasks.process)
         self._by_known = GroupedRows(columns.tasks.process, None, columns.tasks.known_s)
         tasks, work, hops = columns.tasks, columns.work, columns.hops
+        self._networks: dict[tuple[float, float, int | None], list[tuple[str, str, float]]] = {}
         self._last: dict[int, int | None] = {}
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
@@ -163,8 +164,8 @@ class TaskStories:
             late = [(PEER, "", self._answers.between(start_s, end_s))]
             back.divide(start_s, [*self._network(start_s, end_s), *late], SCHEDULER)
             return
-        host = self._host(tasks.process[i])
         for wait in reversed(self._waits_inside(i)):
+            host = self._host(tasks.process[i])
             begin_s, until_s, is_read = wait
             back.to(until_s, COMPUTING)
             parts = [] if is_read else self._network(begin_s, min(until_s, back.now_s), host)
@@ -178,6 +179,8 @@ class TaskStories:
         found = []
         for grouped, is_read in ((self._held, False), (self._reads, True)):
             rows = grouped.within(int(tasks.process[i]), start_s, end_s)
+            if not len(rows):
+                continue
             mine = work.task[rows] == number
             if not is_read:
                 # A wait without a task is of this one if its thread is.
@@ -265,6 +268,15 @@ class TaskStories:
         self, start_s: float, end_s: float, host: int | None = None
     ) -> list[tuple[str, str, float]]:
         """Return the links that carried messages in a period, busiest first."""
+        # The barrier of a shuffle is asked about for every thread that waited for it.
+        key = start_s, end_s, host
+        if key not in self._networks:
+            self._networks[key] = self._links_between(*key)
+        return self._networks[key]
+
+    def _links_between(
+        self, start_s: float, end_s: float, host: int | None
+    ) -> list[tuple[str, str, float]]:
         parts = [
             (NETWORK, self._names(*link), covered.between(start_s, end_s))
             for link, covered in self._links.items()

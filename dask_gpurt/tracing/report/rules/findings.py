@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps
 from dask_gpurt.tracing.report.task_rows import TaskRow
+from dask_gpurt.tracing.report.task_stories import NETWORK
 from dask_gpurt.tracing.report.transfer_rows import TransferRow
 from dask_gpurt.tracing.report.worker_rows import WorkerRow
 
@@ -44,6 +46,24 @@ class Findings:
         """Return the share of the time of all threads in which they ran tasks."""
         had_s = self.n_threads * self.wall_s
         return sum(one.task_s for one in self.workers) / had_s if had_s else 0.0
+
+    @functools.cached_property
+    def network_s(self) -> dict[str, float]:
+        """Return the seconds that the critical path waited for each link, by its name."""
+        return {part.where: part.seconds for part in self.path.parts if part.kind == NETWORK}
+
+    @functools.cached_property
+    def links(self) -> dict[str, TransferRow]:
+        """Return for each pair of hosts the row with most bytes. Few bytes say little about a link.
+
+        There may be ten thousands of pairs.
+        """
+        found: dict[str, TransferRow] = {}
+        for one in self.transfers:
+            if one.is_network and one.rate:
+                most = found.setdefault(one.link, one)
+                found[one.link] = one if one.nbytes > most.nbytes else most
+        return found
 
     def is_worth(self, saves_s: float) -> bool:
         """Return whether so many seconds are worth a change."""

@@ -22,7 +22,7 @@ from dask_gpurt.tracing.report.amounts import (
 from dask_gpurt.tracing.report.event_columns import MESSAGE
 from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.rules.findings import Findings
-from dask_gpurt.tracing.report.task_stories import COMPUTING, DISK, MEMORY, NETWORK, PEER
+from dask_gpurt.tracing.report.task_stories import COMPUTING, DISK, MEMORY, PEER
 from dask_gpurt.tracing.report.transfer_rows import PAGEABLE, TransferRow
 
 #: A link is slow if it carries less than this share of what others do, or of what it can.
@@ -45,20 +45,26 @@ def slow_link(found: Findings) -> Bottleneck | None:
     """One link between hosts carries less than others, or less than it can, or all that it can."""
     # Of a slow host, each pair is slow. The host's own link is the cause, and has the true rate.
     candidates = [one for row in found.hosts if (one := _slow_host(found, row)) is not None] or [
-        one for row in _links(found) if (one := _slow_link(found, row)) is not None
+        one
+        for row in found.links.values()
+        # Of many links, nearly all are not on the path.
+        if found.is_worth(found.network_s.get(row.link, 0.0))
+        and (one := _slow_link(found, row)) is not None
     ]
     return max(candidates, key=lambda one: one.saves_s or 0.0, default=None)
 
 
 def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
     """The link of one host carries less than those of others, so all of its pairs are slow."""
-    pairs = _links(found)
+    on_path_s = sum(found.network_s.get(link, 0.0) for link in row.links)
+    if not found.is_worth(on_path_s):
+        return None
+    pairs = found.links.values()
     others = [one.rate for one in pairs if row.host not in (one.source, one.target)]
     usual = statistics.median(others) if others else 0.0
-    own = [one.rate for one in pairs if one.link in row.links]
+    own = [found.links[link].rate for link in row.links if link in found.links]
     if len(own) < 2 or row.rate >= _SLOW * usual or max(own) >= _SLOW * usual:
         return None
-    on_path_s = sum(found.path.seconds(NETWORK, link) for link in row.links)
     saves_s = min(on_path_s, row.busy_s) * (1 - row.rate / usual)
     if not found.is_worth(saves_s):
         return None
@@ -74,22 +80,12 @@ def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
     )
 
 
-def _links(found: Findings) -> list[TransferRow]:
-    """Return for each pair of hosts the row with most bytes. Few bytes say little about a link."""
-    found_rows: dict[str, TransferRow] = {}
-    for one in found.transfers:
-        if one.is_network and one.rate:
-            most = found_rows.setdefault(one.link, one)
-            found_rows[one.link] = max(most, one, key=lambda row: row.nbytes)
-    return list(found_rows.values())
-
-
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
-    on_path_s = min(found.path.seconds(NETWORK, row.link), _link_busy_s(found, row))
+    on_path_s = min(found.network_s[row.link], _link_busy_s(found, row))
     if row.mean_nbytes < _SMALL_NBYTES:
         # The number of small messages costs this time, whatever the link can carry.
         on_path_s = max(on_path_s - row.n_transfers / row.n_processes * _MESSAGE_S, 0.0)
-    others = [one.rate for one in _links(found) if one.link != row.link]
+    others = [one.rate for link, one in found.links.items() if link != row.link]
     usual = statistics.median(others) if others else 0.0
     said = (
         f"{row.link} carried {rate_text(row.rate)} while it was busy "
@@ -139,7 +135,7 @@ def compression(found: Findings) -> Bottleneck | None:
         return None
     saved = []
     for row in rows:
-        on_path_s = min(found.path.seconds(NETWORK, row.link), row.busy_s)
+        on_path_s = min(found.network_s.get(row.link, 0.0), row.busy_s)
         # Encoding runs beside sending, so the slower of both counts.
         rate = min(row.rate * _RATIO, _ENCODING * row.n_processes)
         saved.append((on_path_s * max(1 - row.rate / rate, 0.0), row))
@@ -166,7 +162,7 @@ def small_messages(found: Findings) -> Bottleneck | None:
     hops = found.columns.hops
     sent = (hops.kind == hops.kinds.index(MESSAGE)) & (hops.source != hops.target)
     most = int(np.bincount(hops.sender[sent]).max())
-    on_path_s = sum(found.path.seconds(NETWORK, link) for link in {row.link for row in rows})
+    on_path_s = sum(found.network_s.get(link, 0.0) for link in {row.link for row in rows})
     saves_s = min(on_path_s + found.path.seconds(PEER), most * _MESSAGE_S)
     if not found.is_worth(saves_s):
         return None
