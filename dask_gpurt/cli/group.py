@@ -107,4 +107,10 @@ def with_script(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+nsys_folder = click.option(
+    "--nsys",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Run workers under Nsight Systems, and write its reports to DIR.",
+)
 json_flag = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

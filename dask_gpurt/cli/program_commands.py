@@ -14,6 +14,7 @@ from dask_gpurt.cli.group import (
     fail,
     gpurt,
     json_flag,
+    nsys_folder,
     trace_file,
     with_script,
 )
@@ -35,12 +36,7 @@ from dask_gpurt.cli.group import (
 )
 @click.option("--strict", is_flag=True, help="Raise an error instead of a fallback to stock Dask.")
 @click.option("--stock", is_flag=True, hidden=True, help="Leave the runtime off.")
-@click.option(
-    "--nsys",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Run workers under Nsight Systems, and write its reports to DIR.",
-)
+@nsys_folder
 def run(
     n_workers: int | None,
     threads: int | None,
@@ -133,11 +129,13 @@ def compare(
 @gpurt.command(context_settings=WITH_SCRIPT)
 @with_script
 @trace_file
+@nsys_folder
 def profile(
     n_workers: int | None,
     threads: int | None,
     out: Path,
     keys: Any,
+    nsys: Path | None,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -150,7 +148,7 @@ def profile(
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
 
-    options = Options(n_workers, threads, trace_path=out, trace_keys=keys)
+    options = Options(n_workers, threads, trace_path=out, trace_keys=keys, nsys_directory=nsys)
     try:
         code = run_script(script, list(args), is_module=is_module, options=options)
     except ScriptError as error:

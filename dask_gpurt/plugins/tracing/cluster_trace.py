@@ -26,6 +26,7 @@ from dask_gpurt.plugins.tracing.trace_session import TraceSession
 from dask_gpurt.tracing import files, merge
 from dask_gpurt.tracing.clocks import ClockExchange
 from dask_gpurt.tracing.events import LinkFacts, Trace
+from dask_gpurt.tracing.nsight.join_traces import PIDS
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -219,6 +220,8 @@ class ClusterTrace:
             "keys": self._keys,
             "runtime": self._runtime or "on",
             "program": os.path.basename(sys.argv[0]),
+            "gpurt": found["settings"],
+            PIDS: found["pids"],
         }
         return merge.merged(
             scheduler,

@@ -2,15 +2,17 @@
 
 CUPTI is NVIDIA's interface for profilers; the package `cupti-python` offers it in a running
 process. One profiler at a time can use it, so nsys around the worker excludes it. Without the
-package, a GPU or the permission, a warning says so, and the trace has the ledger's entries alone.
+package, the trace has the ledger's entries alone. So it does without a GPU or the permission, and a
+warning says so.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+from dask_gpurt.devices.ledger import LedgerEntry
 from dask_gpurt.tracing.nsight.nsys import copy_path
 
 logger = logging.getLogger("dask_gpurt")
@@ -24,18 +26,7 @@ _BUFFER_NBYTES = 8 << 20
 _N_COMPARISONS = 16
 
 
-class DeviceEntry(NamedTuple):
-    """One piece of work of a GPU, with fields as a `LedgerEntry` has them."""
-
-    lane: str
-    path: str
-    nbytes: int
-    start_s: float
-    end_s: float
-    way: str = ""
-
-
-def entry_of(activity: Any, later_s: float) -> DeviceEntry | None:
+def entry_of(activity: Any, later_s: float) -> LedgerEntry | None:
     """Return the entry of an activity; None for kinds that are not recorded.
 
     Parameters
@@ -62,7 +53,7 @@ def entry_of(activity: Any, later_s: float) -> DeviceEntry | None:
             return None
     lane = f"GPU {activity.device_id} stream {activity.stream_id}"
     start_s, end_s = (time_ns / 1e9 + later_s for time_ns in (activity.start, activity.end))
-    return DeviceEntry(lane, path, nbytes, start_s, end_s, way)
+    return LedgerEntry(lane, path, nbytes, start_s, end_s, way=way)
 
 
 def offset_of_clocks(clock: Callable[[], float], theirs_ns: Callable[[], int]) -> float:
@@ -88,7 +79,7 @@ class CuptiRecorder:
         The ledger's clock.
     """
 
-    def __init__(self, record: Callable[[DeviceEntry], None], clock: Callable[[], float]) -> None:
+    def __init__(self, record: Callable[[LedgerEntry], None], clock: Callable[[], float]) -> None:
         self._record, self._clock = record, clock
         self._cupti: Any = None
         self._later_s = 0.0
@@ -97,6 +88,8 @@ class CuptiRecorder:
         """Begin to record. Return whether that was possible; a warning says why not."""
         try:
             from cupti import cupti
+        except ModuleNotFoundError:
+            return False
         except ImportError as error:
             logger.warning("the trace has no kernels: cupti-python cannot be loaded (%s)", error)
             return False

@@ -248,12 +248,22 @@ class TraceSession(SchedulerPlugin):
                 "ended": self._recorder.ended,
             },
             "workers": [one.plain() for one in self._workers],
+            "settings": self._settings(),
+            "pids": {one.address: one.pid for one in self._workers if one.pid},
             "links": known_links(self.scheduler, self._workers),
             "versions": {
                 "dask_gpurt": dask_gpurt.__version__,
                 "distributed": distributed.__version__,
             },
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of the runtime; the description of machines may be long."""
+        plugin: Any = self.scheduler.plugins.get("gpurt")
+        if plugin is None or not plugin.is_active:
+            return {}
+        plain: dict[str, Any] = plugin.settings.to_plain()
+        return {name: value for name, value in plain.items() if name != "topology"}
 
     async def _end_worker(self, one: WorkerTrace) -> None:
         try:

@@ -26,6 +26,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
+from dask_gpurt.plugins.tracing.cupti_recorder import CuptiRecorder
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.weak_handlers import weak_handler
@@ -72,6 +73,9 @@ class TracedWorker:
         worker.extensions[TRACE] = self
         if (runtime := worker.extensions.get(_RUNTIME)) is not None:
             self.follow(runtime.ledger)
+        #: Kernels and copies of GPUs, where CUPTI is installed.
+        self._kernels = CuptiRecorder(self.recorder.work, perf_counter)
+        self._has_kernels = self._kernels.start()
         self._timer = event_loop(worker).call_later(SAMPLE_S, self._sample)
 
     def follow(self, ledger: Ledger) -> None:
@@ -217,6 +221,7 @@ class TracedWorker:
             "n_dropped": recorder.n_dropped,
             "ended": recorder.ended,
             "counters": self._counted,
+            "pid": os.getpid(),
         }
 
     # ------------------------------------------------------------------ the end
@@ -228,6 +233,9 @@ class TracedWorker:
             if self._ledger is not None:
                 self._ledger.recorder = None
             self._counted = since(self._counted_before, self._counters())
+        if self._has_kernels:
+            self._has_kernels = False
+            await in_a_thread(self._kernels.stop)
         await in_a_thread(self.recorder.stop)
 
     async def close(self) -> None:

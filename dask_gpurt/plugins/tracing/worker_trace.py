@@ -49,6 +49,7 @@ class WorkerTrace:
         #: Size of its file, as the worker says.
         self.nbytes = 0
         self.counters: dict[str, int] = {}
+        self.pid = 0
         self._taken_nbytes = 0
         self._limit_nbytes = limit_nbytes
         self._path = os.path.join(directory, f"{uuid4().hex}.bin")
@@ -60,13 +61,18 @@ class WorkerTrace:
             raise ProtocolError("not a description of a recording")
         ended = described.get("ended")
         counters = {name: described["counters"].get(name, 0) for name in MEANING}
-        numbers = [described.get("n_dropped"), described.get("nbytes"), *counters.values()]
+        numbers = [described.get(name) for name in ("n_dropped", "nbytes", "pid")]
+        numbers += counters.values()
         if not all(type(one) is int and 0 <= one < _MOST for one in numbers):
             raise ProtocolError("a recording without its counts")
         if not isinstance(ended, str) or len(ended) > 1000:
             raise ProtocolError("a recording without its end")
-        self.ended, self.n_dropped, self.nbytes = ended, numbers[0], numbers[1]
-        self.counters = counters
+        self.ended, self.counters = ended, counters
+        self.n_dropped, self.nbytes, self.pid = (
+            described["n_dropped"],
+            described["nbytes"],
+            described["pid"],
+        )
         self.is_whole = True
 
     async def take(self, offset: int, part: Any, described: Any) -> None:

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
+from dask_gpurt.devices.ledger import LedgerEntry
 from dask_gpurt.plugins.tracing.cupti_recorder import (
     CuptiRecorder,
-    DeviceEntry,
     entry_of,
     offset_of_clocks,
 )
@@ -24,7 +24,7 @@ def activity(kind, **fields):
 
 
 def test_a_kernel_has_its_name():
-    assert entry_of(activity(KERNEL, name="join"), 100.0) == DeviceEntry(
+    assert entry_of(activity(KERNEL, name="join"), 100.0) == LedgerEntry(
         "GPU 1 stream 7", "join", 0, 102.0, 102.5
     )
 
@@ -155,8 +155,15 @@ def test_a_refusal_is_one_warning(monkeypatch, caplog, error, why):
     ]
 
 
-def test_a_missing_package_is_one_warning(monkeypatch, caplog):
+def test_a_missing_package_is_no_news(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cupti", None)
+    with caplog.at_level(logging.WARNING):
+        assert not CuptiRecorder([].append, lambda: 0.0).start()
+    assert not caplog.records
+
+
+def test_a_broken_package_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cupti", types.ModuleType("cupti"))
     with caplog.at_level(logging.WARNING):
         assert not CuptiRecorder([].append, lambda: 0.0).start()
     (record,) = caplog.records
