@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from tests.command.conftest import TIMEOUT_S, Outcome, Shell
+from tests.thoroughness import only_if_all
 
 pytestmark = pytest.mark.cluster
 
@@ -61,6 +62,7 @@ def test_a_shuffle_is_compared_on_both_sides(shell: Shell) -> None:
     assert "pair 1 of 1: stock Dask: " in outcome.err
 
 
+@only_if_all
 def test_text_has_the_ratio_and_its_spread(shell: Shell) -> None:
     shell.write("package/__init__.py", "")
     shell.write("package/__main__.py", "import sys\nprint(sys.argv[1:])\n" + SHUFFLE)
@@ -73,6 +75,7 @@ def test_text_has_the_ratio_and_its_spread(shell: Shell) -> None:
     assert "shuffles: 1 with dask_gpurt, 0 left to stock Dask" in outcome.out
 
 
+@only_if_all
 def test_no_gain_is_expected_without_a_shuffle(shell: Shell) -> None:
     shell.write(
         "script.py", "import dask.array as da\nprint(da.ones(100, chunks=10).sum().compute())"

@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import stock_client
+from tests.thoroughness import some
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +69,7 @@ def leave_free(nbytes: int) -> None:
     del blocks
 
 
-@pytest.mark.parametrize("is_on", [True, False])
+@pytest.mark.parametrize("is_on", some([True, False], 1))
 def test_known_bytes_show_up_in_their_part(shell: Shell, client: Client, is_on: bool) -> None:
     if is_on:
         dask_gpurt.enable(client)
