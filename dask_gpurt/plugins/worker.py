@@ -292,8 +292,8 @@ class WorkerRuntime:
         Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
         because an error would stop the worker's close half-way.
         """
-        leave_peers = partial(self.links.connections.close, for_good=True)
-        for work in (self.final_close, self._links_closed, self.links.disconnect, leave_peers):
+        links = self.links
+        for work in (self.final_close, self._links_closed, links.disconnect, links.leave_peers):
             try:
                 if work is not None and not await to_its_end(work):
                     logger.warning(

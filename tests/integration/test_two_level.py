@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from distributed.utils_test import gen_cluster
 
+from dask_gpurt.plugins.shuffle import peer_connections
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.worker import runtime_of
@@ -76,6 +77,19 @@ def test_rows_arrive_over_one_link_for_each_worker(transport):
     async def test(c, s, *workers):
         await assert_right(c)
         assert len(links_between_hosts(workers)) == 2
+
+    test()
+
+
+def test_relays_do_not_wait_for_each_other(monkeypatch):
+    """Each worker has two connections for its messages, and two for those that it hands on."""
+    monkeypatch.setattr(peer_connections, "open_files", lambda: (16, 16))
+
+    @gen_cluster(client=True, nthreads=HOSTS, config=config(**{"gpurt.shuffle.transport": "comm"}))
+    async def test(c, s, *workers):
+        for _ in range(3):
+            await assert_right(c)
+        assert (await runtime_of(workers[0]).links.connections.pool()).limit == 2
 
     test()
 

@@ -168,11 +168,13 @@ class Messenger:
         The ledger gets an entry of this path and size. The peer's entry has the same number.
         """
         run, number = self._run, next(_numbers)
+        links = self._state.links
+        connections = links.onward if path == RELAY else links.connections
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
             run.raise_if_closed()
             try:
-                answer = await self._state.links.connections.receive(
+                answer = await connections.receive(
                     address,
                     data={**data, "sender": self._worker.address, "message": number},
                     shuffle_id=run.id,
@@ -196,7 +198,7 @@ class Messenger:
             return answer
 
         async def with_retries(composing: Compose) -> Message:
-            deliver = partial(self._state.links.deliver, address, transport, composing, call)
+            deliver = partial(links.deliver, address, transport, composing, call)
             message: Message = await retry(
                 deliver, operation=f"message to {address} of {run}", **self._retry
             )

@@ -29,7 +29,7 @@ _MOST_FILES = 1 << 16
 _FILES_EACH = 8
 #: A pool has room for at least this many connections.
 _LEAST = 2
-#: All pools of this process: they share its files.
+#: All pools of this process that are in use: they share its files.
 _pools: weakref.WeakSet[PeerConnections] = weakref.WeakSet()
 
 
@@ -103,6 +103,7 @@ class PeerConnections:
         if self._is_over:
             raise OSError(f"{self._worker.address} is closed")
         if self._pool is None:
+            _pools.add(self)
             n_files, _ = open_files()
             stock = self._worker.rpc
             pool = ConnectionPool(
@@ -139,6 +140,8 @@ class PeerConnections:
     async def close(self, *, for_good: bool = False) -> None:
         """Close all connections. Unless it is for good, the next message makes new ones."""
         self._is_over = self._is_over or for_good
+        # Something may keep the closed worker, and with it this. Others may have its files.
+        _pools.discard(self)
         pool, self._pool = self._pool, None
         if self._lost is not None:
             self._lost.uninstall()

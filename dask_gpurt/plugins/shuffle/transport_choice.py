@@ -80,6 +80,7 @@ class Links(Arrivals):
         #: `gpurt.shuffle.transport` as this worker heard it last. Broadcasts and groups use it too.
         self.transport = "auto"
         self.connections = PeerConnections(worker)
+        self._onward: PeerConnections | None = None
         self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
         #: By transport, the peers whose path leads through this host's memory. Kept current: every
         #: message asks for them, and there may be a thousand paths.
@@ -105,6 +106,21 @@ class Links(Arrivals):
             self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
             self._no_memory = f"no files in memory here ({error.strerror})"
+
+    @property
+    def onward(self) -> PeerConnections:
+        """Connections for messages that this worker hands on for others.
+
+        A sender waits for its relay, so with few connections for both, relays would wait for each
+        other for ever.
+        """
+        if self._onward is None:
+            self._onward = PeerConnections(self._worker)
+        return self._onward
+
+    @property
+    def _pools(self) -> list[PeerConnections]:
+        return [one for one in (self._onward, self.connections) if one is not None]
 
     # ------------------------------------------------------------------ sending
 
@@ -316,7 +332,8 @@ class Links(Arrivals):
         """Release idle memory: this worker's pool, and the open files of peers."""
         self.outgoing.trim()
         self._drop_links()
-        self.connections.rest()
+        for pool in self._pools:
+            pool.rest()
 
     def _drop_links(self) -> None:
         # A peer that sends again offers its memory again.
@@ -331,9 +348,15 @@ class Links(Arrivals):
     async def disconnect(self) -> None:
         """Drop all links. Shuffles in progress may make new ones."""
         self._drop_links()
-        if not self.connections.is_busy:
-            await self.connections.close()
+        for pool in self._pools:
+            if not pool.is_busy:
+                await pool.close()
         await self.ucx.close(LINK_DEADLINE_S)
+
+    async def leave_peers(self) -> None:
+        """Close all connections: the worker closes."""
+        for pool in self._pools:
+            await pool.close(for_good=True)
 
     def close(self) -> None:
         """Free the outgoing pool: the worker is closed, and no peer reads from it any more."""
