@@ -42,9 +42,17 @@ def pytest_configure() -> None:
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 
 
+#: Files and folders with the longest files.
+_LONG = ("test_docs_run.py", "standins", "upstream", "kubernetes", "slurm", "thirdparty")
+
+
+def _begins_late(item: pytest.Item) -> bool:
+    return not any(name in item.path.parts for name in _LONG)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest file first: with several processes, the others have much to do meanwhile.
-    items.sort(key=lambda item: item.path.name != "test_docs_run.py")
+    # Long files first: with several processes, the others have much to do meanwhile.
+    items.sort(key=_begins_late)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ from dask_gpurt.metrics import total
 from dask_gpurt.tracing import files
 from dask_gpurt.tracing.events import SEND, WORKER
 from tests.command.conftest import Shell
+from tests.thoroughness import only_if_all
 
 pytestmark = pytest.mark.cluster
 
@@ -40,6 +41,7 @@ def test_a_script_without_a_cluster(shell: Shell) -> None:
     assert again.code == 0 and again.out.strip() in done.err
 
 
+@only_if_all
 def test_a_script_with_its_own_cluster_that_fails(shell: Shell) -> None:
     shell.write(
         "script.py",

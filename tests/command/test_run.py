@@ -18,7 +18,7 @@ from dask_gpurt.command.lazy_client import LazyClient
 from dask_gpurt.command.run import threads_still_work
 from tests.command.conftest import TIMEOUT_S, Shell
 from tests.integration.processes import WITHOUT_HEARTBEATS
-from tests.thoroughness import some
+from tests.thoroughness import only_if_all, some
 
 pytestmark = pytest.mark.cluster
 
@@ -91,6 +91,7 @@ print(input())
     assert "moved between workers" in outcome.err
 
 
+@only_if_all
 def test_script_that_asks_for_threads_keeps_them(shell: Shell) -> None:
     shell.write(
         "script.py",
@@ -157,6 +158,7 @@ sys.exit(3)
     assert [one["workers"] for one in found["clusters"]] == [1]
 
 
+@only_if_all
 @pytest.mark.slow
 @pytest.mark.parametrize("code", some(["number() + 1", "5"], 1))
 def test_forked_child_of_a_script_ends_as_with_plain_python(shell: Shell, code: str) -> None:

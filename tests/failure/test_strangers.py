@@ -14,6 +14,7 @@ import pytest
 from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.failure import stranger
+from tests.thoroughness import only_if_all
 from tests.transport.ucx_peer import PATIENCE_S
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
@@ -111,6 +112,7 @@ def test_unauthenticated_connection_is_closed():
     asyncio.run(scenario())
 
 
+@only_if_all
 @pytest.mark.slow
 def test_shuffle_works_with_strangers_on_every_port():
     found = stranger.grown(stranger.KINDS, seconds=3)

@@ -19,6 +19,7 @@ from tests.failure.gates import until
 from tests.failure.stage import frame
 from tests.integration.comparing import collection
 from tests.integration.processes import CommandLineCluster, command_line_cluster
+from tests.thoroughness import some
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -62,7 +63,7 @@ def shuffled(client: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("nanny", ["--nanny", "--no-nanny"])
+@pytest.mark.parametrize("nanny", some(["--nanny", "--no-nanny"], 1))
 def test_scheduler_ends_before_its_workers(cluster: CommandLineCluster, nanny: str) -> None:
     scheduler = cluster.scheduler(**FLAG)
     workers = [cluster.worker(nanny, **FLAG) for _ in range(2)]

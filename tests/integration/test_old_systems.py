@@ -17,6 +17,7 @@ import dask_gpurt
 from tests.conftest import stock_client
 from tests.integration.comparing import partitions
 from tests.integration.processes import run_program
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -148,6 +149,7 @@ def test_python_without_one_system_call_works(monkeypatch, what):
             assert status["totals"]["spilled_nbytes"]
 
 
+@only_if_all
 def test_python_without_all_system_calls_works(tmp_path):
     assert outcome(tmp_path, EVERYTHING, processes=True) == ours("shared")
 

@@ -54,7 +54,7 @@ def answers(directory: Path, n_workers: int, *, is_cell: bool = False, **env: st
             ),
             pytest.param(1, {}, "", id="one worker"),
         ],
-        2,
+        1,
     ),
 )
 def test_objects_of_own_classes_arrive_as_sent(tmp_path, n_workers, env, paths):

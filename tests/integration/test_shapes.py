@@ -16,6 +16,7 @@ from tests.integration.comparing import (
     on_our_plane,
     partitions,
 )
+from tests.thoroughness import only_if_all
 
 
 def frame(rows, seed=0, n_keys=50):
@@ -57,6 +58,7 @@ def test_all_rows_may_go_to_one_partition(sides):
     assert sorted(map(len, got)) == [0, 0, 0, 0, 500]
 
 
+@only_if_all
 def test_thousand_columns_are_shuffled(sides):
     def wide(seed):
         rng = np.random.default_rng(seed)
@@ -69,6 +71,7 @@ def test_thousand_columns_are_shuffled(sides):
     assert_same_as_stock(sides, lazy.shuffle("key", npartitions=4), 1)
 
 
+@only_if_all
 @pytest.mark.slow
 def test_five_thousand_partitions_are_shuffled(sides):
     lazy = collection([frame(20_000, seed, n_keys=1 << 40) for seed in range(4)])

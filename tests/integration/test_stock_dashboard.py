@@ -109,6 +109,7 @@ async def test_every_page_is_drawn_during_a_rechunk(c, s, a, b):
     await check_exchange(c, s, (a, b), rechunked)
 
 
+@only_if_all
 @gen_cluster(
     client=True,
     nthreads=[("", 1)] * 2,

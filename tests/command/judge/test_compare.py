@@ -42,6 +42,7 @@ def compared(shell: Shell, *args: str, stdin: str = "") -> tuple[Outcome, Any]:
     return outcome, outcome.json
 
 
+@only_if_all
 def test_a_shuffle_is_compared_on_both_sides(shell: Shell) -> None:
     shell.write("script.py", SHUFFLE)
     outcome, found = compared(shell, "script.py", stdin="a line\n")

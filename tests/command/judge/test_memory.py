@@ -17,7 +17,7 @@ import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import stock_client
-from tests.thoroughness import some
+from tests.thoroughness import only_if_all, some
 
 pytestmark = pytest.mark.cluster
 
@@ -106,6 +106,7 @@ def make(number: int) -> pd.DataFrame:
     return pd.DataFrame({"a": rng.integers(0, 10**9, 500_000), "b": rng.random(500_000)})
 
 
+@only_if_all
 def test_a_shuffle_leaves_warm_pools(shell: Shell, client: Client) -> None:
     dask_gpurt.enable(client)
     before = measured(shell, client)

@@ -14,6 +14,7 @@ from tests.deploy.kubernetes.shuffles import shuffle
 from tests.deploy.manifests import ROOT, rendered
 from tests.failure.gates import Gate, pass_gate
 from tests.test_docs_run import blocks
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -49,6 +50,7 @@ def test_a_job_runs_its_program_and_ends(node: Node) -> None:
     node.kill_pods()
 
 
+@only_if_all
 def test_the_autoscaler_adds_pods_under_load(node: Node) -> None:
     resources = rendered("autoscaled")
     resources = {**resources, "DaskAutoscaler": with_maximum(resources["DaskAutoscaler"], 2)}

@@ -14,10 +14,12 @@ from tests.deploy.slurm.throwaway import Slurm
 from tests.failure.gates import until
 from tests.integration.comparing import collection, partitions, runs
 from tests.integration.environments import without
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
+@only_if_all
 def test_each_gpu_job_has_a_gpu_of_its_own(slurm: Slurm) -> None:
     with cluster_of_jobs(slurm, 3, directives=["--gres=gpu:1"]) as jobs:
         nodes, gpus = jobs.environ("SLURMD_NODENAME"), jobs.environ("CUDA_VISIBLE_DEVICES")
