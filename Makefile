@@ -59,10 +59,10 @@ environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed 
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
 
 test-newest: $(VENV_NEWEST)/installed
-	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" \
+	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" \
 	    tests/plugins tests/integration tests/simulate
 
 # The tests of GPUs, with CuPy for ROCm on a stand-in for AMD's driver (tests/standins/hip).
@@ -97,7 +97,7 @@ test-dask: $(UPSTREAM_VENV)/installed
 	site=$$($(UPSTREAM_VENV)/bin/python -c \
 	    'import dask, pathlib; print(pathlib.Path(dask.__file__).parents[1])') && \
 	$(UPSTREAM_VENV)/bin/python -m pytest -c tests/upstream/dask.ini --rootdir $$site \
-	    -p tests.upstream.dask_plugin -q -n $(JOBS) --dist loadfile $(DASK_OPTIONS) \
+	    -p tests.upstream.dask_plugin -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(DASK_OPTIONS) \
 	    $(DASK_TESTS:%=$$site/dask/%)
 
 # In an environment of its own: these packages bring a gigabyte of others.
@@ -120,7 +120,7 @@ UNIT_TESTS := $(filter-out \
     $(wildcard tests/*/))
 
 coverage: $(VENV)/installed
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not cluster" \
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not cluster" \
 	    --cov --cov-report=term --cov-report=html:htmlcov $(UNIT_TESTS) $(wildcard tests/test_*.py)
 
 bench: $(VENV)/installed

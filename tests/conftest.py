@@ -51,7 +51,8 @@ def _begins_late(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Long files first: with several processes, the others have much to do meanwhile.
+    # Long files first: with several processes, the others have much to do meanwhile. By itself,
+    # xdist begins with the files that have most tests; `--no-loadscope-reorder` keeps this order.
     items.sort(key=_begins_late)
 
 
