@@ -17,6 +17,7 @@ import pytest
 from dask_gpurt import local_cluster
 from dask_gpurt.demo import command as demo
 from tests.integration.processes import WITHOUT_HEARTBEATS, environment
+from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -109,6 +110,7 @@ def running_script(directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@only_if_all
 def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
     with running_script(tmp_path) as process:
         assert process.stdout is not None and process.stdin is not None

@@ -145,6 +145,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@only_if_all
 def test_a_cluster_of_the_program_is_left_as_it_was(shell: Shell) -> None:
     shell.write("script.py", CONNECTS)
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}

@@ -32,6 +32,7 @@ def logs_are_shown(node: Node, request: pytest.FixtureRequest) -> Iterator[None]
         print(node.logs())
 
 
+@only_if_all
 def test_a_job_runs_its_program_and_ends(node: Node) -> None:
     job = rendered("job")["DaskJob"]
     name = job["metadata"]["name"]
