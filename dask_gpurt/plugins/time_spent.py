@@ -67,12 +67,16 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
         this process use (`cores`), and the `untold` part of `SPENT`, in its order, which the next
         heartbeat will tell the scheduler.
     """
+    untold = spent(dask_worker.digests_total_since_heartbeat).values()
     return {
         "load": {
             "threads": dask_worker.state.nthreads,
             "cores": CPU_COUNT,
             "task_s": spent(dask_worker.digests_total)["task_s"],
-            "untold": [*spent(dask_worker.digests_total_since_heartbeat).values()],
+            # An integer 0 takes a byte, a float nine; 1,000 workers report.
+            "untold": [
+                one or 0 for one in spent(dask_worker.digests_total_since_heartbeat).values()
+            ],
         }
     }
 
