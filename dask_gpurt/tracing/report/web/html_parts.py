@@ -5,12 +5,13 @@ The SVG pictures have no text, because they stretch with the page. Their words a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple, TypeVar
 
 from dask_gpurt.tracing.report.amounts import name_text, seconds_text
 from dask_gpurt.tracing.report.busy_time import Column
+from dask_gpurt.tracing.report.table_columns import TableColumn
 
 Row = TypeVar("Row")
 
@@ -23,16 +24,6 @@ _WIDTH, _HEIGHT = 1000.0, 100.0
 def text_html(text: str, most: int = 300) -> str:
     """Return text from a trace, escaped."""
     return escape(name_text(text, most))
-
-
-class TableColumn(NamedTuple):
-    """A column: heading, text of a cell, the share that a bar shows, and the class of a colour."""
-
-    heading: str
-    text: Callable[..., str]
-    is_number: bool = True
-    share: Callable[..., float] | None = None
-    colour: Callable[..., str] | None = None
 
 
 def table_html(columns: Sequence[TableColumn], rows: Sequence[Row], nothing: str) -> str:

@@ -8,15 +8,20 @@ import re
 from html import escape
 
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.report.amounts import (
-    count_text,
-    nbytes_text,
-    rate_text,
-    seconds_text,
-    share_text,
+from dask_gpurt.tracing.report.amounts import count_text, seconds_text
+from dask_gpurt.tracing.report.table_columns import (
+    GAPS,
+    HAPPENINGS,
+    KERNELS,
+    WAITING,
+    WORKERS,
+    host_columns,
+    path_columns,
+    task_columns,
+    transfer_columns,
 )
 from dask_gpurt.tracing.report.trace_report import TraceReport
-from dask_gpurt.tracing.report.web.html_parts import TableColumn, table_html, text_html
+from dask_gpurt.tracing.report.web.html_parts import table_html, text_html
 from dask_gpurt.tracing.report.web.over_time import (
     COLOURS,
     links_over_time,
@@ -105,16 +110,8 @@ def _advice(advice: str) -> str:
 def _path(report: TraceReport) -> str:
     if not report.wall_s:
         return ""
-    keys = [
-        TableColumn(
-            "part",
-            lambda part: part.text,
-            is_number=False,
-            colour=lambda part: COLOURS[part.kind],
-        ),
-        TableColumn("time", lambda part: seconds_text(part.seconds)),
-        TableColumn("of all", lambda part: share_text(part.seconds / report.wall_s)),
-    ]
+    name, *rest = path_columns(report.wall_s)
+    keys = [name._replace(colour=lambda part: COLOURS[part.kind]), *rest]
     return f"""<h2>Critical path</h2>
 <p class="faint">The chain of causes that ends with the last result. What is not on it costs no
 time.</p>
@@ -123,57 +120,18 @@ time.</p>
 
 
 def _workers(report: TraceReport) -> str:
-    columns = [
-        TableColumn("worker", lambda row: row.name, is_number=False),
-        TableColumn("host", lambda row: row.host, is_number=False),
-        TableColumn("threads", lambda row: str(row.n_threads)),
-        TableColumn("tasks", lambda row: f"{row.n_tasks:,}"),
-        TableColumn(
-            "busy", lambda row: share_text(row.busy_share), share=lambda row: row.busy_share
-        ),
-        TableColumn("skew", lambda row: f"{row.skew:.2f}"),
-        TableColumn("slowness", lambda row: f"{row.slowness:.2f}"),
-        TableColumn("overlapped", lambda row: _overlap(row.overlap)),
-        TableColumn("sent", lambda row: nbytes_text(row.sent_nbytes)),
-        TableColumn("received", lambda row: nbytes_text(row.received_nbytes)),
-    ]
     pictures = f'<div class="box">{workers_over_time(report)}</div>' if report.workers else ""
     return f"""<h2>Workers</h2>
 <p class="faint">Threads over time, the busiest worker first: <i class="key computing"></i>ran
 tasks, <i class="key receivers"></i>waited in a task for peers.{_see(report, "workers")}</p>
 {pictures}
-<div class="below">{table_html(columns, report.workers, "The trace has no worker.")}</div>
+<div class="below">{table_html(WORKERS, report.workers, "The trace has no worker.")}</div>
 """
-
-
-def _overlap(share: float | None) -> str:
-    return "-" if share is None else share_text(max(share, 0.0))
 
 
 def _transfers(report: TraceReport) -> str:
     longest_s = max((row.busy_s for row in report.transfers), default=0.0) or 1.0
-    columns = [
-        TableColumn("link", lambda row: row.link, is_number=False),
-        TableColumn("kind", lambda row: row.kind, is_number=False),
-        TableColumn("way", lambda row: row.way or "-", is_number=False),
-        TableColumn("bytes", lambda row: nbytes_text(row.nbytes)),
-        TableColumn("number", lambda row: f"{row.n_transfers:,}"),
-        TableColumn("mean size", lambda row: nbytes_text(row.mean_nbytes)),
-        TableColumn(
-            "busy", lambda row: seconds_text(row.busy_s), share=lambda row: row.busy_s / longest_s
-        ),
-        TableColumn("rate", lambda row: rate_text(row.rate)),
-        TableColumn("of link", lambda row: share_text(row.share)),
-    ]
-    hosts = [
-        TableColumn("link of a host", lambda row: row.name, is_number=False),
-        TableColumn("bytes", lambda row: nbytes_text(row.nbytes)),
-        TableColumn(
-            "busy", lambda row: seconds_text(row.busy_s), share=lambda row: row.busy_s / longest_s
-        ),
-        TableColumn("rate", lambda row: rate_text(row.rate)),
-        TableColumn("other hosts", lambda row: f"{len(row.peers):,}"),
-    ]
+    columns, hosts = transfer_columns(longest_s), host_columns(longest_s)
     of_hosts = f"<p></p>{table_html(hosts, report.hosts, '')}" if report.hosts else ""
     return f"""<h2>Transfers</h2>
 <p class="faint">Busiest first. The rate is that of the link while it was
@@ -185,73 +143,36 @@ busy.{_see(report, "transfers")}</p>
 
 def _tasks(report: TraceReport) -> str:
     most_s = max((row.task_s for row in report.tasks), default=0.0) or 1.0
-    columns = [
-        TableColumn("prefix", lambda row: row.prefix, is_number=False),
-        TableColumn("tasks", lambda row: f"{row.n_tasks:,}"),
-        TableColumn(
-            "time", lambda row: seconds_text(row.task_s), share=lambda row: row.task_s / most_s
-        ),
-        TableColumn("held back", lambda row: seconds_text(row.held_back_s)),
-        TableColumn("median", lambda row: seconds_text(row.median_s)),
-        TableColumn("longest", lambda row: seconds_text(row.longest_s)),
-        TableColumn("output", lambda row: nbytes_text(row.nbytes)),
-    ]
-    waiting = [
-        TableColumn("prefix", lambda row: row.prefix, is_number=False),
-        TableColumn("waited", lambda row: seconds_text(row.data_wait_s)),
-        TableColumn("of a task", lambda row: seconds_text(row.data_wait_s / row.n_tasks)),
-        TableColumn("then for a thread or memory", lambda row: seconds_text(row.start_wait_s)),
-    ]
     return f"""<h2>Tasks</h2>
 <p class="faint">By prefix. Times are added up over threads.{_see(report, "tasks")}</p>
-{table_html(columns, report.tasks, "No task ran.")}
+{table_html(task_columns(most_s), report.tasks, "No task ran.")}
 <h2>Tasks that waited for data</h2>
 <p class="faint">From the scheduler's decision where a task runs until its inputs were there, added
 up over tasks.{_see(report, "waits")}</p>
-{table_html(waiting, report.waiting, "No task waited for data.")}"""
+{table_html(WAITING, report.waiting, "No task waited for data.")}"""
 
 
 def _gaps(report: TraceReport) -> str:
-    columns = [
-        TableColumn("worker", lambda row: row.worker, is_number=False),
-        TableColumn("waited for", lambda row: row.waited_for, is_number=False),
-        TableColumn("gaps", lambda row: f"{row.n_gaps:,}"),
-        TableColumn("time", lambda row: seconds_text(row.seconds)),
-        TableColumn("longest", lambda row: seconds_text(row.longest_s)),
-    ]
     return f"""<h2>Idle threads</h2>
 <p class="faint">Gaps from 0.1 s between tasks: {seconds_text(report.gaps.total_s)} over all
 threads.{_see(report, "idle threads")}</p>
-{table_html(columns, report.gaps.rows, "No thread was idle for as long.")}"""
+{table_html(GAPS, report.gaps.rows, "No thread was idle for as long.")}"""
 
 
 def _happenings(report: TraceReport) -> str:
-    columns = [
-        TableColumn("event", lambda row: row.name, is_number=False),
-        TableColumn("times", lambda row: f"{row.n_times:,}"),
-        TableColumn("first at", lambda row: seconds_text(row.first_s)),
-        TableColumn("last at", lambda row: seconds_text(row.last_s)),
-        TableColumn("the first", lambda row: row.detail or "-", is_number=False),
-    ]
     if not report.happenings:
         return ""
     return f"""<h2>What happened</h2>
 <p class="faint">The rarest first.{_see(report, "happenings")}</p>
-{table_html(columns, report.happenings, "")}"""
+{table_html(HAPPENINGS, report.happenings, "")}"""
 
 
 def _kernels(report: TraceReport) -> str:
-    columns = [
-        TableColumn("kernel", lambda row: row.name, is_number=False),
-        TableColumn("device", lambda row: row.device, is_number=False),
-        TableColumn("launches", lambda row: f"{row.n_launches:,}"),
-        TableColumn("time", lambda row: seconds_text(row.busy_s)),
-    ]
     if not report.kernels:
         return ""
     return f"""<h2>Kernels of GPUs</h2>
 <p class="faint">Busiest first, over all launches.</p>
-{table_html(columns, report.kernels, "")}"""
+{table_html(KERNELS, report.kernels, "")}"""
 
 
 def _see(report: TraceReport, section: str) -> str:
