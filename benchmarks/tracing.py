@@ -63,7 +63,7 @@ def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
                 began_s = time.perf_counter()
             trace = traced.trace
             assert not any(one.n_dropped or one.ended for one in trace.processes)
-            n_events = len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)
+            n_events = trace.n_events
             return {
                 "shuffle_s": seconds,
                 "begin_s": begin_s,

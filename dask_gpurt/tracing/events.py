@@ -197,3 +197,8 @@ class Trace:
     began_utc_s: float = 0.0
     wall_s: float = 0.0
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_events(self) -> int:
+        """Number of all events, of any kind."""
+        return len(self.work) + len(self.tasks) + len(self.instants) + len(self.samples)

@@ -17,7 +17,7 @@ from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, Trace, TraceProcess
 from dask_gpurt.tracing.files import ENDINGS, read, write
 from tests.tracing.shuffle_trace import shuffle_trace
-from tests.tracing.traces import UNITS_NS, n_events, traces
+from tests.tracing.traces import UNITS_NS, traces
 
 pytest.importorskip("perfetto")
 
@@ -42,7 +42,7 @@ def test_a_file_gives_back_a_shuffle(tmp_path, ending):
     found = read(tmp_path / f"trace{ending}")
     if UNITS_NS[ending] == 1:
         assert found == trace
-    assert n_events(found) == n_events(trace)
+    assert found.n_events == trace.n_events
     assert sum(one.nbytes for one in found.work) == sum(one.nbytes for one in trace.work)
 
 
@@ -67,7 +67,7 @@ def test_an_event_takes_few_bytes(tmp_path, ending, most):
     trace = shuffle_trace(1000)
     path = tmp_path / f"trace{ending}"
     write(trace, path)
-    assert path.stat().st_size / n_events(trace) <= most
+    assert path.stat().st_size / trace.n_events <= most
 
 
 @every_ending
@@ -89,7 +89,6 @@ MEMORY = """
 import resource, sys
 from dask_gpurt.tracing.files import read, write
 from tests.tracing.shuffle_trace import shuffle_trace
-from tests.tracing.traces import n_events
 one = shuffle_trace(800)
 # What is imported for the format is no part of it.
 write(shuffle_trace(1), sys.argv[1])
@@ -100,7 +99,7 @@ for copy in range(4):
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 write(trace, sys.argv[1])
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(n_events(trace), (after - before) / n_events(trace))
+print(trace.n_events, (after - before) / trace.n_events)
 """
 
 

@@ -134,8 +134,3 @@ def traces(draw: st.DrawFn, unit_ns: int = 1) -> Trace:
         draw(_finite),
         draw(st.dictionaries(_texts, _json, max_size=2)),
     )
-
-
-def n_events(trace: Trace) -> int:
-    """Return the number of events of a trace."""
-    return len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)

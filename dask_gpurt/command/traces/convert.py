@@ -55,9 +55,12 @@ def convert(paths: Sequence[Path], out: Path, ours: Path | None = None) -> str:
 
 
 def _summary(trace: Trace) -> str:
-    n_events = len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)
     n_dropped = sum(process.n_dropped for process in trace.processes)
-    parts = [f"{len(trace.processes)} processes", f"{n_events:,} events", f"{trace.wall_s:.1f} s"]
+    parts = [
+        f"{len(trace.processes)} processes",
+        f"{trace.n_events:,} events",
+        f"{trace.wall_s:.1f} s",
+    ]
     if n_dropped:
         parts.append(f"{n_dropped:,} events are only in sums")
     return ", ".join(parts)

@@ -115,11 +115,10 @@ def _interrupts() -> Iterator[list[bool]]:
 
 def _say(trace: Trace, path: Path) -> int:
     """Print what the file has, and what it lacks; return the exit status."""
-    n_events = len(trace.work) + len(trace.tasks) + len(trace.instants) + len(trace.samples)
     workers = trace.processes[1:]
     error_s = max((one.clock_error_s for one in workers), default=0.0)
     print(
-        f"{path}: {trace.wall_s:.1f} s, {n_events:,} events of {len(workers)} workers, clocks"
+        f"{path}: {trace.wall_s:.1f} s, {trace.n_events:,} events of {len(workers)} workers, clocks"
         f" within {1e3 * error_s:.2g} ms"
     )
     if (why := trace.about.get("runtime")) != "on":

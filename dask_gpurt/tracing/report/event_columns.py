@@ -6,8 +6,10 @@ All parts of the report work on these columns. Names are replaced by numbers onc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from dask_gpurt.tracing.events import (
     FETCH,
     PHASE,
     RECEIVE,
+    RELAY,
     SEND,
     WORKER,
     Trace,
@@ -27,8 +30,6 @@ from dask_gpurt.tracing.report.busy_time import Column
 
 #: Kinds of hops: a message of a shuffle, and one that a relay hands on to its receiver.
 MESSAGE, RELAYED = "message", "relayed"
-#: Path of the second, in the lane of communication.
-RELAY = "relay"
 #: Transports whose messages have arrived in full when the receiver begins to take them in. With
 #: others, the receiver moves the bytes.
 STREAMED = frozenset({"comm", "tcp", "tls", "ws", "wss"})
@@ -40,6 +41,11 @@ _SUFFIX = re.compile(r"(?:-[0-9a-f]{6,}(?:-[0-9a-f]+)*|-\d+|'.*|,.*)+$")
 def prefix_of(key: str) -> str:
     """Return the prefix of a key; a prefix stays as it is."""
     return name_text(_SUFFIX.sub("", key.lstrip("('")) or key)
+
+
+def _column(events: Sequence[Any], name: str, kind: type[np.generic]) -> Column:
+    """Return one attribute of all events."""
+    return np.fromiter(map(attrgetter(name), events), kind, len(events))
 
 
 def _numbered(values: Iterable[str], n: int) -> tuple[Column, list[str]]:
@@ -58,13 +64,13 @@ class WorkColumns:
 
     def __init__(self, trace: Trace, places: Places) -> None:
         work, n = trace.work, len(trace.work)
-        self.process = np.fromiter((one.process for one in work), np.int32, n)
-        self.nbytes = np.fromiter((one.nbytes for one in work), np.float64, n)
-        self.start_s = np.fromiter((one.start_s for one in work), np.float64, n)
-        self.end_s = np.fromiter((one.end_s for one in work), np.float64, n)
-        self.message = np.fromiter((one.message for one in work), np.int64, n)
-        self.task = np.fromiter((one.task for one in work), np.int64, n)
-        self.thread = np.fromiter((one.thread for one in work), np.uint64, n)
+        self.process = _column(work, "process", np.int32)
+        self.nbytes = _column(work, "nbytes", np.float64)
+        self.start_s = _column(work, "start_s", np.float64)
+        self.end_s = _column(work, "end_s", np.float64)
+        self.message = _column(work, "message", np.int64)
+        self.task = _column(work, "task", np.int64)
+        self.thread = _column(work, "thread", np.uint64)
         self.lane, self.lanes = _numbered((one.lane for one in work), n)
         self.path, self.paths = _numbered((one.path for one in work), n)
         self.way, self.ways = _numbered((one.way for one in work), n)
@@ -84,16 +90,16 @@ class TaskColumns:
 
     def __init__(self, trace: Trace) -> None:
         tasks, n = trace.tasks, len(trace.tasks)
-        self.process = np.fromiter((one.process for one in tasks), np.int32, n)
-        self.ready_s = np.fromiter((one.ready_s for one in tasks), np.float64, n)
-        self.assigned_s = np.fromiter((one.assigned_s for one in tasks), np.float64, n)
-        self.here_s = np.fromiter((one.here_s for one in tasks), np.float64, n)
-        self.start_s = np.fromiter((one.start_s for one in tasks), np.float64, n)
-        self.end_s = np.fromiter((one.end_s for one in tasks), np.float64, n)
-        self.known_s = np.fromiter((one.known_s for one in tasks), np.float64, n)
-        self.nbytes = np.fromiter((one.nbytes for one in tasks), np.float64, n)
-        self.thread = np.fromiter((one.thread for one in tasks), np.uint64, n)
-        self.number = np.fromiter((one.number for one in tasks), np.int64, n)
+        self.process = _column(tasks, "process", np.int32)
+        self.ready_s = _column(tasks, "ready_s", np.float64)
+        self.assigned_s = _column(tasks, "assigned_s", np.float64)
+        self.here_s = _column(tasks, "here_s", np.float64)
+        self.start_s = _column(tasks, "start_s", np.float64)
+        self.end_s = _column(tasks, "end_s", np.float64)
+        self.known_s = _column(tasks, "known_s", np.float64)
+        self.nbytes = _column(tasks, "nbytes", np.float64)
+        self.thread = _column(tasks, "thread", np.uint64)
+        self.number = _column(tasks, "number", np.int64)
         self.needs = [one.needs for one in tasks]
         known: dict[str, str] = {}
         prefixes = (known.get(t.key) or known.setdefault(t.key, prefix_of(t.key)) for t in tasks)

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from dask_gpurt.tracing.files import write
 from tests.tracing.shuffle_trace import shuffle_trace
-from tests.tracing.traces import n_events, traces
+from tests.tracing.traces import traces
 
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
@@ -109,7 +109,7 @@ def viewed(packets):
 def test_any_trace_is_written_by_the_rules(tmp_path_factory, trace):
     viewer = viewed(packets_of(trace, tmp_path_factory.getbasetemp() / "rules.pftrace"))
     # One instant is the header's.
-    assert sum(viewer.n.values()) == n_events(trace) + 1
+    assert sum(viewer.n.values()) == trace.n_events + 1
 
 
 @pytest.fixture(scope="module")
