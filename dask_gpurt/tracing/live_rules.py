@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dask_gpurt.tracing.amounts import count_text, nbytes_text, rate_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.live_facts import LiveFacts
 
@@ -39,17 +40,6 @@ ONE_AT_A_TIME = (0.7, 1.3)
 
 def _name(one: Mapping[str, Any]) -> str:
     return f"shuffle {one['id'][:8]}[{one['run']}]"
-
-
-def plural(word: str, n: int) -> str:
-    return word if n == 1 else word + "s"
-
-
-def _size(nbytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _worst(
@@ -94,9 +84,9 @@ def _slow_link(facts: LiveFacts) -> Bottleneck | None:
     advice = "Use a faster network or transport, or send fewer bytes: drop columns before it"
     return Bottleneck(
         "slow-link",
-        f"{sender} sent {_size(nbytes)} to other hosts at {_size(nbytes / seconds)}/s, in "
+        f"{sender} sent {nbytes_text(nbytes)} to other hosts at {rate_text(nbytes / seconds)}, in "
         f"{seconds:.1f} s of the {one['lasted_s']:.1f} s of {_name(one)}"
-        f"; its link carries {_size(bandwidth)}/s",
+        f"; its link carries {rate_text(bandwidth)}",
         advice + ("." if is_compressed else ", or compress them."),
         "" if is_compressed else "gpurt.shuffle.compression: lz4",
         saved_s,
@@ -123,8 +113,8 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
     message = one["sent_nbytes"] / max(one["messages"], 1)
     return Bottleneck(
         "small-messages",
-        f"{_name(one)} moved {_size(one['nbytes'])} in {n_in:,} input and {n_out:,} output "
-        f"partitions, and {one['messages']:,} messages of {_size(message)} on average",
+        f"{_name(one)} moved {nbytes_text(one['nbytes'])} in {n_in:,} input and {n_out:,} output "
+        f"partitions, and {one['messages']:,} messages of {nbytes_text(message)} on average",
         "Use larger chunks on both sides of the rechunk."
         if one["kind"] == "array"
         else "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
@@ -182,9 +172,9 @@ def _spill(facts: LiveFacts) -> Bottleneck | None:
     is_shards = shards_s > outputs_s
     return Bottleneck(
         "spill",
-        f"{_size(written)} were written to disk; tasks and messages waited "
+        f"{nbytes_text(written)} were written to disk; tasks and messages waited "
         f"{(shards_s + outputs_s) * facts.threads:.1f} s for the disk, over "
-        f"{facts.threads} {plural('thread', facts.threads)}",
+        f"{count_text(facts.threads, 'thread')}",
         "Let shards have more of the workers' memory if some is free, or add workers."
         if is_shards
         else "Make partitions smaller, release results, or give workers more memory.",
@@ -199,8 +189,7 @@ def _memory_wait(facts: LiveFacts) -> Bottleneck | None:
         return None
     return Bottleneck(
         "memory-wait",
-        f"tasks waited {waited_s:.1f} s for memory, over {facts.threads} "
-        f"{plural('thread', facts.threads)}",
+        f"tasks waited {waited_s:.1f} s for memory, over {count_text(facts.threads, 'thread')}",
         "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
         "",
         waited_s / facts.threads,
@@ -217,7 +206,7 @@ def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "back-pressure",
         f"tasks of {_name(one)} waited {one['seconds']['held_back']:.1f} s for slow peers, over "
-        f"{one['threads']} {plural('thread', one['threads'])}",
+        f"{count_text(one['threads'], 'thread')}",
         "Find out what slows the receivers: their processors, their disks, or other programs.",
         "",
         saved_s,
@@ -232,7 +221,7 @@ def _processors(facts: LiveFacts) -> Bottleneck | None:
     share = working_s / facts.wall_s
     if share < BUSY_SHARE:
         return None
-    evidence = f"{n} {plural('thread', n)} worked {min(share, 1):.0%} of {facts.wall_s:.1f} s"
+    evidence = f"{count_text(n, 'thread')} worked {min(share, 1):.0%} of {facts.wall_s:.1f} s"
     on_processor = facts.spent["cpu_s"] / working_s / max(len(facts.busy_s), 1)
     each = n / max(len(facts.busy_s), 1)
     low, high = ONE_AT_A_TIME
@@ -268,8 +257,7 @@ def _restarts(facts: LiveFacts) -> Bottleneck | None:
     names = ", ".join(_name(one) for one in lost[:MOST_NAMES])
     return Bottleneck(
         "restarts",
-        f"{len(lost)} {plural('attempt', len(lost))} at shuffles did not count: {names}, "
-        f"{seconds:.1f} s",
+        f"{count_text(len(lost), 'attempt')} at shuffles did not count: {names}, {seconds:.1f} s",
         "See the log lines of the scheduler and the workers: workers died, or results were lost.",
         "",
         seconds,
@@ -290,7 +278,7 @@ def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
         advice = "Install the package there, and restart the worker."
     return Bottleneck(
         "stock-shuffle",
-        f"{n} of {total} {plural('shuffle', total)} ran on stock Dask, mostly: {most['what']}",
+        f"{n} of {count_text(total, 'shuffle')} ran on stock Dask, mostly: {most['what']}",
         advice,
     )
 

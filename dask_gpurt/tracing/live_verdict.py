@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dask_gpurt.tracing.amounts import count_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.live_facts import LiveFacts
-from dask_gpurt.tracing.live_rules import RULES, plural
+from dask_gpurt.tracing.live_rules import RULES
 
 #: Savings below this, in seconds or as a share of the period, are no bottleneck.
 LEAST_S = 0.5
@@ -43,8 +44,8 @@ def nothing_stands_out(facts: LiveFacts) -> str:
     parts = []
     if facts.period_s > 0:
         share = min(1.0, facts.working_s / facts.threads / facts.period_s)
-        n = facts.threads
-        parts.append(f"{n} {plural('thread', n)} worked {share:.0%} of {facts.period_s:.1f} s")
+        threads = count_text(facts.threads, "thread")
+        parts.append(f"{threads} worked {share:.0%} of {facts.period_s:.1f} s")
         if facts.wall_s is not None and share < 0.5:
             parts[-1] += " (otherwise the program itself or Dask's scheduler did)"
     waited_s = facts.spent["task_s"] - facts.working_s

@@ -29,6 +29,7 @@ from dask_gpurt.command.judge.outputs import Difference, difference
 from dask_gpurt.command.judge.turns import Program, Turn
 from dask_gpurt.command.layout import table, terminal_width, wrapped
 from dask_gpurt.command.script import INTERRUPTED, find_module, find_script
+from dask_gpurt.tracing.amounts import count_text
 
 #: Exit statuses: the runtime changes what the program does; the program cannot be compared.
 _CHANGED, _NOT_COMPARED = 1, 2
@@ -285,7 +286,7 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     """Return the comparison for a terminal; a failure of the runtime alone comes first."""
     size = ""
     if "enabled" in found and (threads := found["enabled"]["threads"]):
-        size = f", {_count(len(threads), 'worker')} with {_count(sum(threads), 'thread')}"
+        size = f", {count_text(len(threads), 'worker')} with {count_text(sum(threads), 'thread')}"
     lines = [f"dask gpurt compare: {found['program']}{size}"]
     if found["problem"] is not None:
         lines += [f"  {line}" for line in found["problem"].splitlines()]
@@ -293,10 +294,6 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
         lines += _times(found, width)
         lines += ["", *_conclusions(found, width)]
     return "\n".join([*lines, *(f"  note: {note}" for note in found["notes"])])
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def _times(found: dict[str, Any], width: int | None) -> list[str]:
@@ -316,7 +313,7 @@ def _times(found: dict[str, Any], width: int | None) -> list[str]:
 def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
     ratio, output = found["ratio"], found["output"]
     n, runs = len(found["pairs"]), found["enabled"]["runs"]
-    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {_count(n, 'pair')}"
+    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {count_text(n, 'pair')}"
     if n == 1:
         spread = "one pair, so the spread is unknown"
     said = f"{ratio['median']:.2f} times as fast with dask_gpurt ({spread})"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dask_gpurt.command.layout import table, wrapped
+from dask_gpurt.tracing.amounts import name_text, seconds_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.report.amounts import name_text, seconds_text
 from dask_gpurt.tracing.report.table_columns import (
     GAPS,
     HAPPENINGS,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.tracing.report.amounts import seconds_text
+from dask_gpurt.tracing.amounts import seconds_text
 from dask_gpurt.tracing.report.busy_time import Coverage
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.task_stories import (

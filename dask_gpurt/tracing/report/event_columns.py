@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
+from dask_gpurt.tracing.amounts import name_text
 from dask_gpurt.tracing.events import (
     DEVICE,
     FETCH,
@@ -25,7 +26,6 @@ from dask_gpurt.tracing.events import (
     Trace,
     TraceProcess,
 )
-from dask_gpurt.tracing.report.amounts import name_text
 from dask_gpurt.tracing.report.busy_time import Column
 
 #: Kinds of hops: a message of a shuffle, and one that a relay hands on to its receiver.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dask_gpurt.tracing.report.amounts import nbytes_text, rate_text, seconds_text, share_text
+from dask_gpurt.tracing.amounts import nbytes_text, rate_text, seconds_text, share_text
 
 
 class TableColumn(NamedTuple):

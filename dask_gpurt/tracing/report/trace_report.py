@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dask_gpurt.tracing.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.events import Trace
-from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.report.critical_path import CriticalPath, critical_path
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.happenings import (

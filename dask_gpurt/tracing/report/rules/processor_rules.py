@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dask_gpurt.tracing.amounts import count_text, seconds_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.report.amounts import count_text, seconds_text
 from dask_gpurt.tracing.report.busy_time import Column, amount_over_time, crowded
 from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, WORKER

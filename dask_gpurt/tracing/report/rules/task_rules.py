@@ -6,8 +6,8 @@ the critical path spent there.
 
 from __future__ import annotations
 
+from dask_gpurt.tracing.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.report.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
 from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_rows import TaskRow

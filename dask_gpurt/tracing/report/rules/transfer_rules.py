@@ -10,15 +10,15 @@ import statistics
 
 import numpy as np
 
-from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.events import FETCH
-from dask_gpurt.tracing.report.amounts import (
+from dask_gpurt.tracing.amounts import (
     count_text,
     nbytes_text,
     rate_text,
     seconds_text,
     share_text,
 )
+from dask_gpurt.tracing.bottleneck import Bottleneck
+from dask_gpurt.tracing.events import FETCH
 from dask_gpurt.tracing.report.event_columns import MESSAGE
 from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.rules.findings import Findings

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple, TypeVar
 
-from dask_gpurt.tracing.report.amounts import name_text, seconds_text
+from dask_gpurt.tracing.amounts import name_text, seconds_text
 from dask_gpurt.tracing.report.busy_time import Column
 from dask_gpurt.tracing.report.table_columns import TableColumn
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from dask_gpurt.tracing.report.amounts import rate_text, seconds_text, share_text
+from dask_gpurt.tracing.amounts import rate_text, seconds_text, share_text
 from dask_gpurt.tracing.report.busy_time import Column, amount_over_time
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,

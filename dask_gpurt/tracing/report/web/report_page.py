@@ -7,8 +7,8 @@ import json
 import re
 from html import escape
 
+from dask_gpurt.tracing.amounts import count_text, seconds_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.report.amounts import count_text, seconds_text
 from dask_gpurt.tracing.report.table_columns import (
     GAPS,
     HAPPENINGS,
