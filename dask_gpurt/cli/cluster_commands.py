@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dask_gpurt.cli.group import CONTEXT, fail, gpurt, json_flag, of_cluster, trace_file
+from dask_gpurt.cli.group import CONTEXT, gpurt, json_flag, of_cluster, one_line, trace_file
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -35,11 +35,8 @@ def status(
     from dask_gpurt.command.connect import ConnectError
     from dask_gpurt.command.status import show
 
-    try:
-        code = show(scheduler, scheduler_file, as_json, placement=placement)
-    except ConnectError as error:
-        code = fail("status", error)
-    sys.exit(code)
+    with one_line(ConnectError):
+        sys.exit(show(scheduler, scheduler_file, as_json, placement=placement))
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -53,11 +50,8 @@ def memory(
     from dask_gpurt.command.connect import ConnectError
     from dask_gpurt.command.judge.memory import show
 
-    try:
-        code = show(scheduler, scheduler_file, worker, as_json)
-    except ConnectError as error:
-        code = fail("memory", error)
-    sys.exit(code)
+    with one_line(ConnectError):
+        sys.exit(show(scheduler, scheduler_file, worker, as_json))
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -80,11 +74,8 @@ def topology(
     """
     from dask_gpurt.command.topology import TopologyError, check_file, write
 
-    try:
-        code = check_file(check) if check else write(scheduler, scheduler_file, probe=probe)
-    except TopologyError as error:
-        code = fail("topology", error)
-    sys.exit(code)
+    with one_line(TopologyError):
+        sys.exit(check_file(check) if check else write(scheduler, scheduler_file, probe=probe))
 
 
 @gpurt.command("support-bundle", context_settings=CONTEXT)
@@ -102,10 +93,8 @@ def support_bundle(scheduler: str | None, scheduler_file: Path | None, out: Path
     from dask_gpurt.command.connect import ConnectError
     from dask_gpurt.command.support_bundle import write
 
-    try:
+    with one_line(ConnectError, OSError):
         click.echo(write(scheduler, scheduler_file, out))
-    except (ConnectError, OSError) as error:
-        sys.exit(fail("support-bundle", error))
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -126,10 +115,8 @@ def trace(
     Open the file at ui.perfetto.dev. Ctrl-C ends the trace early and still writes the file. Exits
     with 1 if events of some worker are missing.
     """
-    from dask_gpurt.command.traces.trace_command import TraceCommandError, record
+    from dask_gpurt.command.traces.trace_command import record
+    from dask_gpurt.errors import GpurtError
 
-    try:
-        code = record(scheduler, scheduler_file, seconds, out, keys)
-    except TraceCommandError as error:
-        code = fail("trace", error)
-    sys.exit(code)
+    with one_line(GpurtError, OSError):
+        sys.exit(record(scheduler, scheduler_file, seconds, out, keys))

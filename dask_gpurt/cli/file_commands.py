@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dask_gpurt.cli.group import CONTEXT, fail, gpurt, json_flag
+from dask_gpurt.cli.group import CONTEXT, gpurt, json_flag, one_line
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -26,11 +26,8 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     """
     from dask_gpurt.command.traces.show_report import show
 
-    try:
-        code = show(file, as_json, html)
-    except OSError as error:
-        code = fail("report", error)
-    sys.exit(code)
+    with one_line(OSError):
+        sys.exit(show(file, as_json, html))
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -52,10 +49,8 @@ def convert(files: tuple[Path, ...], ours: Path | None, out: Path) -> None:
     from dask_gpurt.command.traces.convert import convert as convert_files
     from dask_gpurt.errors import TraceFileError
 
-    try:
+    with one_line(TraceFileError):
         click.echo(convert_files(files, out, ours))
-    except TraceFileError as error:
-        sys.exit(fail("convert", error))
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -84,8 +79,5 @@ def occupancy(
     """
     from dask_gpurt.command.occupancy import UnknownGpuError, show
 
-    try:
-        code = show(gpu, threads, registers, static, dynamic, leave, as_json)
-    except UnknownGpuError as error:
-        code = fail("occupancy", error)
-    sys.exit(code)
+    with one_line(UnknownGpuError):
+        sys.exit(show(gpu, threads, registers, static, dynamic, leave, as_json))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,14 @@ WITH_SCRIPT = {**CONTEXT, "allow_interspersed_args": False}
 _BAD_USAGE = 2
 
 
-def fail(command: str, error: Exception) -> int:
-    """Print an error, and return the exit status."""
-    click.echo(f"dask gpurt {command}: {error}", err=True)
-    return _BAD_USAGE
+@contextlib.contextmanager
+def one_line(*errors: type[Exception]) -> Iterator[None]:
+    """Print one of these errors of a command as one line, and exit."""
+    try:
+        yield
+    except errors as error:
+        click.echo(f"dask gpurt {click.get_current_context().info_name}: {error}", err=True)
+        sys.exit(_BAD_USAGE)
 
 
 @click.group(context_settings=CONTEXT)

@@ -11,10 +11,10 @@ import click
 from dask_gpurt.cli.group import (
     CONTEXT,
     WITH_SCRIPT,
-    fail,
     gpurt,
     json_flag,
     nsys_folder,
+    one_line,
     trace_file,
     with_script,
 )
@@ -66,11 +66,8 @@ def run(
         stock=stock,
         nsys_directory=nsys,
     )
-    try:
-        code = run_script(script, list(args), is_module=is_module, options=options)
-    except ScriptError as error:
-        code = fail("run", error)
-    sys.exit(code)
+    with one_line(ScriptError):
+        sys.exit(run_script(script, list(args), is_module=is_module, options=options))
 
 
 @gpurt.command(context_settings=WITH_SCRIPT)
@@ -111,19 +108,18 @@ def compare(
     from dask_gpurt.command.script import ScriptError
 
     sizes = {"--n-workers": n_workers, "--threads": threads}
-    try:
-        code = compare_sides(
-            script,
-            args,
-            [text for name, n in sizes.items() if n for text in (name, str(n))],
-            is_module=is_module,
-            repeats=repeats,
-            limit_s=60 * minutes,
-            as_json=as_json,
+    with one_line(ScriptError):
+        sys.exit(
+            compare_sides(
+                script,
+                args,
+                [text for name, n in sizes.items() if n for text in (name, str(n))],
+                is_module=is_module,
+                repeats=repeats,
+                limit_s=60 * minutes,
+                as_json=as_json,
+            )
         )
-    except ScriptError as error:
-        code = fail("compare", error)
-    sys.exit(code)
 
 
 @gpurt.command(context_settings=WITH_SCRIPT)
@@ -149,11 +145,8 @@ def profile(
     from dask_gpurt.command.script import ScriptError
 
     options = Options(n_workers, threads, trace_path=out, trace_keys=keys, nsys_directory=nsys)
-    try:
-        code = run_script(script, list(args), is_module=is_module, options=options)
-    except ScriptError as error:
-        code = fail("profile", error)
-    sys.exit(code)
+    with one_line(ScriptError):
+        sys.exit(run_script(script, list(args), is_module=is_module, options=options))
 
 
 @gpurt.command(context_settings=CONTEXT)

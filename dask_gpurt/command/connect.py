@@ -77,6 +77,20 @@ def address_of(scheduler: str | None, scheduler_file: Path | None) -> str | None
         raise ConnectError(f"{scheduler_file} is not a scheduler file") from error
 
 
+def required_address(scheduler: str | None, scheduler_file: Path | None) -> str:
+    """Return the address that the options name.
+
+    Raises
+    ------
+    ConnectError
+        The options name none or two addresses, or the file has none.
+    """
+    address = address_of(scheduler, scheduler_file)
+    if address is None:
+        raise ConnectError("no cluster is named; give --scheduler or --scheduler-file")
+    return address
+
+
 def tls_keys(
     ca_file: Path | None, cert: Path | None, key: Path | None
 ) -> AbstractContextManager[object]:

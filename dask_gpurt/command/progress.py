@@ -20,7 +20,8 @@ from dask_gpurt.command.observe import CounterSnapshot
 
 INTERVAL_S = 0.5
 
-_WIPE = "\r\x1b[2K"
+#: Clears the line of a terminal.
+WIPE = "\r\x1b[2K"
 _BAR_WIDTH = 24
 
 
@@ -74,13 +75,13 @@ class Progress:
             self._wipe()
             return
         width = shutil.get_terminal_size().columns - 1
-        self._stream.write(_WIPE + _line(now, time.monotonic() - self._start_s, width) + "\r")
+        self._stream.write(WIPE + _line(now, time.monotonic() - self._start_s, width) + "\r")
         self._stream.flush()
         self._is_drawn = True
 
     def _wipe(self) -> None:
         if self._is_drawn:
-            self._stream.write(_WIPE)
+            self._stream.write(WIPE)
             self._stream.flush()
             self._is_drawn = False
 

@@ -10,7 +10,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from dask_gpurt import config
-from dask_gpurt.command.connect import ConnectError, address_of, ask, connected
+from dask_gpurt.command.connect import ask, connected, required_address
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
@@ -38,9 +38,7 @@ def show(
     ConnectError
         There is no such scheduler, or it does not answer.
     """
-    address = address_of(scheduler, scheduler_file)
-    if address is None:
-        raise ConnectError("no cluster is named; give --scheduler or --scheduler-file")
+    address = required_address(scheduler, scheduler_file)
     with connected(address) as client:
         found = ask(client)
     shown: Any = found.get("placement") if placement else found

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.command.connect import ANSWER_TIMEOUT_S, ConnectError, address_of, connected
+from dask_gpurt.command.connect import ANSWER_TIMEOUT_S, ConnectError, connected, required_address
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.topology.description import parse
 
@@ -47,9 +47,7 @@ def write(scheduler: str | None, scheduler_file: Path | None, *, probe: bool) ->
         There is no such scheduler, or the runtime is off there.
     """
     try:
-        address = address_of(scheduler, scheduler_file)
-        if address is None:
-            raise TopologyError("no cluster is named; give --scheduler or --scheduler-file")
+        address = required_address(scheduler, scheduler_file)
         with connected(address) as client:
             found = _ask(client, probe)
     except ConnectError as error:

@@ -17,9 +17,9 @@ from dask.utils import format_bytes
 from dask_gpurt.command.connect import (
     ANSWER_TIMEOUT_S,
     ConnectError,
-    address_of,
     ask_workers,
     connected,
+    required_address,
 )
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import aligned, terminal_width, wrapped
@@ -43,9 +43,7 @@ def show(
     ConnectError
         There is no such scheduler or worker, or the scheduler does not answer.
     """
-    address = address_of(scheduler, scheduler_file)
-    if address is None:
-        raise ConnectError("no cluster is named; give --scheduler or --scheduler-file")
+    address = required_address(scheduler, scheduler_file)
     with connected(address) as client:
         found = client.sync(  # type: ignore[no-untyped-call]
             _measured, client, worker, callback_timeout=2 * ANSWER_TIMEOUT_S

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 
-from dask_gpurt.command.connect import ConnectError, address_of, connected
-from dask_gpurt.errors import GpurtError
-from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+from dask_gpurt.command.connect import connected, required_address
+from dask_gpurt.command.progress import WIPE
+from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace, Keys
 from dask_gpurt.tracing import files
 
 if TYPE_CHECKING:
@@ -28,11 +28,6 @@ if TYPE_CHECKING:
     from dask_gpurt.tracing.events import Trace
 
 _INTERVAL_S = 0.5
-_WIPE = "\r\x1b[2K"
-
-
-class TraceCommandError(GpurtError, ValueError):
-    """The cluster cannot be traced, or the file cannot be written."""
 
 
 def record(
@@ -40,7 +35,7 @@ def record(
     scheduler_file: Path | None,
     seconds: float,
     path: Path,
-    keys: Literal["prefix", "full"],
+    keys: Keys,
 ) -> int:
     """Trace a cluster and write the file.
 
@@ -51,27 +46,18 @@ def record(
 
     Raises
     ------
-    TraceCommandError
+    GpurtError
         There is no such scheduler, it refuses, or the file cannot be written.
     """
-    try:
-        address = address_of(scheduler, scheduler_file)
-        if address is None:
-            raise TraceCommandError("no cluster is named; give --scheduler or --scheduler-file")
-        files.check(path)
-        with connected(address) as client:
-            tracing = ClusterTrace(client, path, keys)
-            with _interrupts() as interrupted:
-                found: Trace = client.sync(  # type: ignore[no-untyped-call]
-                    _traced, client, tracing, seconds, interrupted
-                )
-            tracing.write(found)
-    except (ConnectError, OSError) as error:
-        raise TraceCommandError(str(error)) from error
-    except GpurtError as error:
-        if isinstance(error, TraceCommandError):
-            raise
-        raise TraceCommandError(str(error)) from error
+    address = required_address(scheduler, scheduler_file)
+    files.check(path)
+    with connected(address) as client:
+        tracing = ClusterTrace(client, path, keys)
+        with _interrupts() as interrupted:
+            found: Trace = client.sync(  # type: ignore[no-untyped-call]
+                _traced, client, tracing, seconds, interrupted
+            )
+        tracing.write(found)
     return _say(found, path)
 
 
@@ -93,7 +79,7 @@ async def _traced(
 
 def _draw(text: str) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(_WIPE + text)
+        sys.stderr.write(WIPE + text)
         sys.stderr.flush()
 
 
