@@ -185,6 +185,10 @@ class Recorder:
         """Read a client for the last time. Runs on its event loop."""
         await self.read(client)
 
+    def closing_text(self) -> str:
+        """Return what else is to be printed at the end of the script."""
+        return ""
+
     def drop(self, client: Client) -> None:
         """Stop reading this client: its cluster closes, or has closed."""
         with self._lock:

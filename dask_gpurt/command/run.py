@@ -128,10 +128,9 @@ class _Session:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             text = run_report.as_text(report, terminal_width(sys.stderr))
             print(text, file=sys.stderr, flush=True)
-        if (written := getattr(self._recorder, "written", None)) is not None:
-            said = written()
+        if more := self._recorder.closing_text():
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                print(f"\n{said}", file=sys.stderr, flush=True)
+                print(f"\n{more}", file=sys.stderr, flush=True)
 
 
 def _recorder(options: Options, on_first: Callable[[], None], with_tasks: bool) -> observe.Recorder:

@@ -6,15 +6,17 @@ and ends before that client or its cluster closes. The file is written when the 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dask_gpurt.command.layout import terminal_width
 from dask_gpurt.command.observe import Recorder
 from dask_gpurt.command.traces.report_text import as_text
-from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace, Keys
+from dask_gpurt.tracing import files
 from dask_gpurt.tracing.report.trace_report import report_of
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class TracingRecorder(Recorder):
         on_first: Callable[[], None],
         with_tasks: bool,
         path: Path,
-        keys: Literal["prefix", "full"],
+        keys: Keys,
     ) -> None:
         super().__init__(on_first, with_tasks)
         self._path, self._keys = path, keys
@@ -50,12 +52,10 @@ class TracingRecorder(Recorder):
         self._traced: weakref.ref[Client] | None = None
         self._trace: Trace | None = None
         self._problem = "the script connected to no cluster"
-        self._n_clusters = 0
 
     async def begin(self, client: Client) -> None:
         """Start to read a client, and to trace its cluster if it is the first one."""
         await super().begin(client)
-        self._n_clusters = len(self._records)
         if self._traced is not None:
             return
         self._traced = weakref.ref(client)
@@ -78,20 +78,18 @@ class TracingRecorder(Recorder):
                     self._problem = str(error) or type(error).__name__
         await super().read_last(client)
 
-    def written(self) -> str:
+    def closing_text(self) -> str:
         """Write the file, and return the report of the trace, or why there is none."""
         if self._trace is None:
             return f"no trace is written: {self._problem}"
-        from dask_gpurt.tracing import files
-
         try:
             files.write(self._trace, self._path)
             # From the file, so that `dask gpurt report` says the same.
             trace = files.read(self._path)
         except OSError as error:
             return f"no trace is written: {error}"
-        lines = [as_text(report_of(trace), terminal_width()), ""]
-        if self._n_clusters > 1:
-            lines.append(f"The script used {self._n_clusters} clusters; the first was traced.")
+        lines = [as_text(report_of(trace), terminal_width(sys.stderr)), ""]
+        if (n := len(self._records)) > 1:
+            lines.append(f"The script used {n} clusters; the first was traced.")
         lines.append(f"Trace: {self._path}. Open it at ui.perfetto.dev.")
         return "\n".join(lines)
