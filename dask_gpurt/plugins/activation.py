@@ -17,11 +17,11 @@ import dask_gpurt
 from dask_gpurt import config, metrics
 from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
 from dask_gpurt.plugins import bootstrap, client_origin
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.time_spent import spent
-from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.topology import description
 
 if TYPE_CHECKING:
@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt")
 
 
-def _scheduler(client: Client) -> Any:
-    """Return the scheduler's RPC, whose attributes are its handlers as coroutine functions."""
+def scheduler_of(client: Client) -> Any:
+    """Return the scheduler's RPC, whose attributes are its handlers as coroutine functions.
+
+    Raises
+    ------
+    ActivationError
+        The client is not connected.
+    """
     if client.scheduler is None:
         raise ActivationError("this client is not connected to a scheduler")
     return client.scheduler
@@ -41,7 +47,7 @@ def _sync(client: Client, function: Callable[..., Any], *args: Any) -> Any:
     """Run a coroutine function on the client's event loop."""
     # Raise for a closed client here: its event loop may be closed too.
     if not client.asynchronous:
-        _scheduler(client)
+        scheduler_of(client)
     return client.sync(function, client, *args)
 
 
@@ -71,7 +77,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
             raise ActivationError(f"{status['unusable']}; stock Dask runs")
         await _register(client, settings)
     # Another client may have activated the runtime first, with other settings.
-    problem = await _scheduler(client).gpurt_configure(
+    problem = await scheduler_of(client).gpurt_configure(
         settings=settings.to_plain(), version=dask_gpurt.__version__
     )
     if problem is not None:
@@ -83,12 +89,12 @@ async def _register(client: Client, settings: config.Settings) -> None:
 
     plugin = GpurtScheduler(settings, dask_gpurt.__version__)
     try:
-        await _scheduler(client).register_scheduler_plugin(
+        await scheduler_of(client).register_scheduler_plugin(
             plugin=dumps(plugin), name=NAME, idempotent=True
         )
     except ImportError as error:
         raise ActivationError(
-            f"the scheduler at {_scheduler(client).address}: dask-gpurt cannot be imported there "
+            f"the scheduler at {scheduler_of(client).address}: dask-gpurt cannot be imported there "
             f"({error}); "
             f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
         ) from error
@@ -135,7 +141,7 @@ async def _disable(client: Client) -> None:
     p2p.allow_work(client)
     status = await read_status(client, ask_workers=False)
     if status["active"]:
-        await _scheduler(client).gpurt_disable()
+        await scheduler_of(client).gpurt_disable()
 
 
 def disable(client: Client) -> Any:
@@ -148,7 +154,7 @@ async def scheduler_differs(client: Client) -> str | None:
     Pickles work only between equal versions of Python, Dask and dask_gpurt. Otherwise only plain
     values may be sent.
     """
-    scheduler = _scheduler(client)
+    scheduler = scheduler_of(client)
     found = await scheduler.versions(packages=[bootstrap.PACKAGE])
     differs = bootstrap.difference(found["packages"], bootstrap.installed())
     return None if differs is None else f"the scheduler at {scheduler.address}: {differs}"
@@ -158,7 +164,7 @@ async def _scheduler_status(client: Client, ask_workers: bool) -> dict[str, Any]
     """Return the status that our scheduler plugin reports; None if there never was a plugin."""
     # A call of a missing handler would log a traceback on the scheduler. Any scheduler answers
     # `events`, in plain values; our last event says whether the handlers exist.
-    scheduler = _scheduler(client)
+    scheduler = scheduler_of(client)
     events = await scheduler.events(topic=bootstrap.EVENTS)
     if not events or events[-1][1] != {"answers": True}:
         return None
@@ -183,7 +189,7 @@ async def read_status(client: Client, *, ask_workers: bool) -> dict[str, Any]:
             "totals": metrics.total([]),
             "spent": spent(),
             "shuffles": [],
-            "workers": dict.fromkeys(await _scheduler(client).ncores()),
+            "workers": dict.fromkeys(await scheduler_of(client).ncores()),
             "ready": [],
             "not_ready": {},
             "silent": [],
@@ -214,7 +220,7 @@ async def overview(client: Client) -> dict[str, Any]:
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"active": False, "reason": status["reason"]}
-    found: dict[str, Any] = await _scheduler(client).gpurt_overview()
+    found: dict[str, Any] = await scheduler_of(client).gpurt_overview()
     return found
 
 
@@ -240,7 +246,7 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"dask_gpurt is off on that cluster: {status['reason']}")
-    found: dict[str, Any] = await _scheduler(client).gpurt_topology(probe=probe)
+    found: dict[str, Any] = await scheduler_of(client).gpurt_topology(probe=probe)
     return found
 
 
@@ -249,9 +255,35 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
-    answer: dict[str, Any] = await _scheduler(client).gpurt_explain(key=key)
+    answer: dict[str, Any] = await scheduler_of(client).gpurt_explain(key=key)
     return answer
 
 
 def explain(client: Client, key: Any) -> Any:
     return _sync(client, _explain, key)
+
+
+class ClientBlock:
+    """A context manager for a block of a program, for `with` or `async with` as the client needs.
+
+    Parameters
+    ----------
+    call
+        The call that made it, for messages.
+    """
+
+    def __init__(self, client: Client, call: str) -> None:
+        self._client, self._call = client, call
+
+    def __repr__(self) -> str:
+        return f"<use it around a block: {self._usage}>"
+
+    @property
+    def _usage(self) -> str:
+        return f"`{'async ' * bool(self._client.asynchronous)}with {self._call}:`"
+
+    def _check_kind(self, *, is_async: bool) -> None:
+        """Raise `TypeError` if the client needs the other kind of `with`."""
+        if bool(self._client.asynchronous) != is_async:
+            negated = "not " * is_async
+            raise TypeError(f"this client is {negated}asynchronous; write {self._usage}")

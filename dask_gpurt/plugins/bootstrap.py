@@ -23,6 +23,8 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.protocol.pickle import dumps
 from packaging.version import InvalidVersion, Version
 
+#: Name of the plugins of the runtime, and of the runtime among a worker's extensions.
+NAME = "gpurt"
 PACKAGE = "dask-gpurt"
 #: Packages that the scheduler, its workers and its clients must have in the same version.
 SHARED = (PACKAGE, "dask", "distributed")
@@ -128,7 +130,7 @@ class GpurtWorker(WorkerPlugin):
         Plain values of `Settings`.
     """
 
-    name = "gpurt"
+    name = NAME
 
     def __init__(
         self, wanted: dict[str, str | None], tested: tuple[str, str], settings: dict[str, Any]

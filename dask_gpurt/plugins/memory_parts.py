@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from dask.utils import key_split
 
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.system_calls import allocator_nbytes, resident_nbytes
 
 if TYPE_CHECKING:
     from distributed import Worker
 
     from dask_gpurt.plugins.worker import WorkerRuntime
-
-#: Name of the runtime among a worker's extensions. `plugins.worker` has it too, but importing it on
-#: a worker without the runtime would take memory.
-NAME = "gpurt"
 
 #: Parts of the resident bytes, in the order in which they are shown, and what would free them.
 PARTS: dict[str, tuple[str, str]] = {

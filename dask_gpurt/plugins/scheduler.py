@@ -24,6 +24,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError, StrictFallbackError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.collectives.cluster_collectives import NO_COLLECTIVES, ClusterCollectives
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
@@ -36,7 +37,6 @@ from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind, obstacle
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
-from dask_gpurt.plugins.worker import NAME
 from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
 from dask_gpurt.plugins.worker_report import most_entries
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import dask_gpurt
 from dask_gpurt import config
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.scheduler import GpurtScheduler
-from dask_gpurt.plugins.worker import NAME
 
 if TYPE_CHECKING:
     from distributed import Scheduler

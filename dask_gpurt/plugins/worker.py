@@ -22,6 +22,7 @@ from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.ledger import overlap
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
 from dask_gpurt.plugins.collectives.broadcasts.worker_broadcasts import WorkerBroadcasts
 from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 logger = logging.getLogger("dask_gpurt")
-
-NAME = "gpurt"
 
 #: Share of a worker's memory that the pool and the allocator may keep between uses.
 KEEP_SHARE = 0.1

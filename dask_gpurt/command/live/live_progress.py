@@ -26,7 +26,6 @@ from dask_gpurt.command.observe import (
     scheduler_address,
     summed,
 )
-from dask_gpurt.errors import ActivationError
 from dask_gpurt.plugins import activation
 
 if TYPE_CHECKING:
@@ -42,22 +41,14 @@ def pause_s(took_s: float) -> float:
     return max(INTERVAL_S, LEAST_REST * took_s)
 
 
-class LiveProgress:
+class LiveProgress(activation.ClientBlock):
     """Shows what moves while a block runs, and the sum when it ends."""
 
     def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def __repr__(self) -> str:
-        return f"<use it around a block: {self._usage}>"
-
-    @property
-    def _usage(self) -> str:
-        return f"`{'async ' * bool(self._client.asynchronous)}with dask_gpurt.progress(client):`"
+        super().__init__(client, "dask_gpurt.progress(client)")
 
     def __enter__(self) -> LiveProgress:
-        if self._client.asynchronous:
-            raise TypeError(f"this client is asynchronous; write {self._usage}")
+        self._check_kind(is_async=False)
         self._open()
         try:
             self._client.sync(self._begin)  # type: ignore[no-untyped-call]
@@ -84,8 +75,7 @@ class LiveProgress:
             self._close(error)
 
     async def __aenter__(self) -> LiveProgress:
-        if not self._client.asynchronous:
-            raise TypeError(f"this client is not asynchronous; write {self._usage}")
+        self._check_kind(is_async=True)
         self._open()
         try:
             await self._begin()
@@ -114,8 +104,7 @@ class LiveProgress:
 
     def _open(self) -> None:
         """Begin to show, from the thread and the context of the program: the cell of a notebook."""
-        if self._client.scheduler is None:
-            raise ActivationError("this client is not connected to a scheduler")
+        activation.scheduler_of(self._client)
         self._start_s = time.monotonic()
         self._is_complete = self._is_closed = False
         address = scheduler_address(self._client)

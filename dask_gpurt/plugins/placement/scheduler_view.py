@@ -22,6 +22,7 @@ from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.plugins.placement.in_flight import TransfersInFlight
 from dask_gpurt.plugins.placement.join_partners import MAX_PLACES, MIN_JOIN_NBYTES, JoinPartners
 from dask_gpurt.plugins.placement.output_sizes import ExpectedSizes
+from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -335,7 +336,7 @@ class PlacementView:
                     yield from islice((ws.address for ws in here if ws.address in idle), MAX_IDLE)
                 else:
                     # Addresses are sorted, so those of a host are adjacent.
-                    host, _, _ = first.address.rpartition(":")
+                    host = host_of(first.address)
                     yield from islice(idle.irange(f"{host}:", f"{host};", (True, False)), MAX_IDLE)
 
     # ------------------------------------------------------------------ tasks

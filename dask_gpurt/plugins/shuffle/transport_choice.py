@@ -35,10 +35,10 @@ from dask_gpurt.plugins.shuffle.transports import (
     SharedTransport,
     Transport,
     UcxTransport,
-    host_part,
 )
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError, result_if_any
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.shuffle.routing import host_of
 from dask_gpurt.shuffle.traffic import LinkPath, SentTotals, Traffic
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Lender
@@ -178,7 +178,7 @@ class Links(Arrivals):
                 self.traffic.add(link, nbytes, now_s)
                 self.sent.add(
                     path.name,
-                    is_same_host=host_part(address) == host_part(link.sender),
+                    is_same_host=host_of(address) == host_of(link.sender),
                     nbytes=nbytes,
                     seconds=now_s - began_s,
                 )

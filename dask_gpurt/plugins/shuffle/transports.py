@@ -16,6 +16,7 @@ from dask_gpurt.plugins.patches.p2p import delivered, to_serialize
 from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
 from dask_gpurt.plugins.shuffle.worker_ucx import RefusedError
 from dask_gpurt.shuffle.messages import Message
+from dask_gpurt.shuffle.routing import host_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Lender, seal
@@ -45,7 +46,7 @@ class HostRefusals:
     """
 
     def __init__(self, address: str) -> None:
-        self._own = host_part(address)
+        self._own = host_of(address)
         #: By host, why it refused; an empty text if it did not.
         self._answers: dict[str, asyncio.Future[str]] = {}
 
@@ -59,7 +60,7 @@ class HostRefusals:
         Exception
             The offer raised it.
         """
-        host = host_part(address)
+        host = host_of(address)
         if host == self._own:
             await offer()
             return
@@ -213,11 +214,6 @@ class UcxTransport:
             self._rate.add(readings.after(nbytes))
         else:
             self._rate.add(await asyncio.to_thread(readings.after, nbytes))
-
-
-def host_part(address: str) -> str:
-    """Return an address without its port."""
-    return address.rpartition(":")[0]
 
 
 Transport = CommTransport | SharedTransport | UcxTransport

@@ -48,8 +48,6 @@ class Clocks:
         if self._repeating is not None:
             self._repeating.cancel()
 
-    close = stop
-
     async def compare(self, workers: Sequence[WorkerTrace], n: int) -> None:
         """Exchange clocks with workers, at most so many times each; keep the quickest exchange."""
         n = max(min(n, _MOST_IN_ROUND // max(len(workers), 1)), 1)

@@ -38,7 +38,7 @@ Keys = Literal["prefix", "full"]
 _END_S = 120.0
 
 
-class ClusterTrace:
+class ClusterTrace(activation.ClientBlock):
     """Traces a cluster while a block runs, and writes the file when it ends.
 
     Attributes
@@ -50,22 +50,14 @@ class ClusterTrace:
     def __init__(self, client: Client, path: str | os.PathLike[str], keys: Keys = "prefix") -> None:
         if keys not in ("prefix", "full"):
             raise ValueError(f"keys is {keys!r}; it may be 'prefix' or 'full'")
-        self._client, self._path, self._keys = client, Path(path), keys
+        super().__init__(client, "dask_gpurt.trace(client, file)")
+        self._path, self._keys = Path(path), keys
         self._id = uuid4().hex
         self.trace: Trace | None = None
         self._runtime = ""
 
-    def __repr__(self) -> str:
-        return f"<use it around a block: {self._usage}>"
-
-    @property
-    def _usage(self) -> str:
-        is_async = "async " if self._client.asynchronous else ""
-        return f"`{is_async}with dask_gpurt.trace(client, file):`"
-
     def __enter__(self) -> ClusterTrace:
-        if self._client.asynchronous:
-            raise TypeError(f"this client is asynchronous; write {self._usage}")
+        self._check_kind(is_async=False)
         self._check()
         self._client.sync(self.begin)  # type: ignore[no-untyped-call]
         self._warn()
@@ -84,8 +76,7 @@ class ClusterTrace:
             self._failed(error, failed)
 
     async def __aenter__(self) -> ClusterTrace:
-        if not self._client.asynchronous:
-            raise TypeError(f"this client is not asynchronous; write {self._usage}")
+        self._check_kind(is_async=True)
         self._check()
         await self.begin()
         self._warn()
@@ -115,8 +106,7 @@ class ClusterTrace:
 
     def _check(self) -> None:
         """Find out before the block runs that the file cannot be written."""
-        if self._client.scheduler is None:
-            raise ActivationError("this client is not connected to a scheduler")
+        activation.scheduler_of(self._client)
         files.check(self._path)
 
     # ------------------------------------------------------------------ on the client's loop

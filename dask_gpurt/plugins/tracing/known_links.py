@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import permutations
 from typing import TYPE_CHECKING
 
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.tracing.worker_trace import WorkerTrace
 
 if TYPE_CHECKING:
@@ -14,15 +15,13 @@ if TYPE_CHECKING:
 
 #: Most hosts whose links are looked up: for each two, a path is searched.
 _MOST_HOSTS = 32
-#: Name of the runtime's plugin on the scheduler.
-_RUNTIME = "gpurt"
 
 
 def known_links(
     scheduler: Scheduler, workers: Iterable[WorkerTrace]
 ) -> list[tuple[str, str, float]]:
     """Return source, target and bandwidth of the links between hosts of workers."""
-    runtime = scheduler.plugins.get(_RUNTIME)
+    runtime = scheduler.plugins.get(NAME)
     machines = getattr(runtime, "machines", None)
     topology = machines.topology if machines is not None else None
     if topology is None:

@@ -177,7 +177,7 @@ class TraceSession(SchedulerPlugin):
 
     async def close(self) -> None:
         """Remove files at the scheduler's end. Workers remove theirs at their own."""
-        self._clocks.close()
+        self._clocks.stop()
         await asyncio.to_thread(self._remove_files)
 
     # ------------------------------------------------------------------ workers
@@ -259,7 +259,7 @@ class TraceSession(SchedulerPlugin):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings of the runtime; the description of machines may be long."""
-        plugin: Any = self.scheduler.plugins.get("gpurt")
+        plugin: Any = self.scheduler.plugins.get(bootstrap.NAME)
         if plugin is None or not plugin.is_active:
             return {}
         plain: dict[str, Any] = plugin.settings.to_plain()
@@ -326,7 +326,7 @@ class TraceSession(SchedulerPlugin):
     async def _close(self) -> None:
         scheduler = self.scheduler
         self.ended_s = self.ended_s or perf_counter()
-        self._clocks.close()
+        self._clocks.stop()
         for name, handler in self._handlers.items():
             if scheduler.handlers.get(name) == handler:
                 del scheduler.handlers[name]

@@ -23,6 +23,7 @@ from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.metrics import since
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
@@ -44,8 +45,6 @@ SAMPLE_S = 0.25
 _SLACK_S = 1e-4
 #: Most bytes of a file in one message.
 PART_NBYTES = 4 << 20
-#: Where the runtime is among the extensions of a worker. `plugins.worker` imports this folder.
-_RUNTIME = "gpurt"
 
 
 class TracedWorker:
@@ -71,7 +70,7 @@ class TracedWorker:
         self._handlers = {one.__name__: weak_handler(one) for one in handlers}
         worker.handlers.update(self._handlers)
         worker.extensions[TRACE] = self
-        if (runtime := worker.extensions.get(_RUNTIME)) is not None:
+        if (runtime := worker.extensions.get(NAME)) is not None:
             self.follow(runtime.ledger)
         #: Kernels and copies of GPUs, where CUPTI is installed.
         self._kernels = CuptiRecorder(self.recorder.work, perf_counter)
@@ -89,7 +88,7 @@ class TracedWorker:
         self.recorder.work(entry)
 
     def _counters(self) -> dict[str, int]:
-        runtime = self._worker.extensions.get(_RUNTIME)
+        runtime = self._worker.extensions.get(NAME)
         return {} if runtime is None else runtime.counters.snapshot()
 
     # ------------------------------------------------------------------ tasks
@@ -168,7 +167,7 @@ class TracedWorker:
         worker = self._worker
         yield "cpu", self._process.cpu_percent() / 100
         yield "bytes: process", self._process.memory_info().rss
-        runtime = worker.extensions.get(_RUNTIME)
+        runtime = worker.extensions.get(NAME)
         sent, received = worker.transfer_outgoing_bytes_total, self._fetched_nbytes
         data: Any = worker.data
         if runtime is not None:

@@ -172,7 +172,7 @@ class BroadcastRun:
             )
 
         await entered(
-            getattr(self._links, "ledger", None),
+            self._links.ledger,
             lambda composing: self._links.deliver(address, self._links.transport, composing, call),
             compose,
             address,

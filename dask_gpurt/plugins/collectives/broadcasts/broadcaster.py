@@ -230,6 +230,7 @@ class _SchedulerLinks:
 
     is_local = False
     transport = "comm"
+    ledger = None
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

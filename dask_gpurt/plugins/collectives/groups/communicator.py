@@ -130,10 +130,7 @@ class Communicator:
 
     @property
     def _scheduler(self) -> Any:
-        """The scheduler's RPC, whose attributes are its handlers as coroutine functions."""
-        if self._client.scheduler is None:
-            raise ActivationError("this client is not connected to a scheduler")
-        return self._client.scheduler
+        return activation.scheduler_of(self._client)
 
     def rebuild(self) -> Communicator:
         """Return a communicator for those of these workers that are still there.
