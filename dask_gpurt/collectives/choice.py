@@ -24,7 +24,7 @@ MOST_FLAT = 256
 LEAST_SLICE_NBYTES = 1 << 20
 #: Limit of the slices of a chain, which bounds the time to count its cost.
 MOST_SLICES = 256
-#: What is considered for larger groups, of the algorithms that treat all ranks alike.
+#: The algorithms that treat all ranks alike, and are considered for larger groups too.
 _OF_LARGE: dict[Collective, str] = {
     "all-reduce": "tree",
     "reduce-scatter": "ring",

@@ -37,7 +37,7 @@ class Slicing:
     n_slices
         Number of slices of each value; 1 if all levels combine whole values.
     seconds, whole_s
-        What the levels from `level` on take in slices, and as they are.
+        Seconds of the levels from `level` on, in slices and as they are.
     """
 
     level: int

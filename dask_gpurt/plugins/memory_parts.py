@@ -92,7 +92,7 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
     # Free bytes whose pages went back to the system are not resident.
     most_nbytes = resident["anonymous"] - used_nbytes - pool_nbytes
     parts["allocator"] = max(0, min(free_nbytes, most_nbytes))
-    # What is left of the shared bytes belongs to peers, or to other programs.
+    # The rest of the shared bytes belongs to peers, or to other programs.
     outgoing = parts.pop("outgoing", 0)
     parts["shared"] = max(0, shared - outgoing)
     rest = resident["all"] - sum(parts.values())

@@ -24,7 +24,7 @@ _CHROME, _PERFETTO = (".json", ".json.gz"), (".perfetto-trace", ".pftrace")
 #: Endings of the names of traces.
 ENDINGS = (*_CHROME, *_PERFETTO)
 
-#: What bytes that `write` did not write can cause while they are parsed.
+#: Errors of parsing bytes that `write` did not write.
 _DAMAGE = (
     AttributeError,
     EOFError,

@@ -24,7 +24,7 @@ SPENT: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LiveFacts:
-    """What the rules know about a program, or about a cluster.
+    """Figures of a program, or of a cluster, for the rules.
 
     Attributes
     ----------

@@ -102,7 +102,7 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
             for n in numbers
             if n > enough and one["nbytes"] < SMALL_NBYTES * n
         )
-        # What the run took beyond its work is the cost of tasks and messages.
+        # The rest of the run's time is the cost of tasks and messages.
         beyond_s = one["lasted_s"] - _computing_s(one)
         return float(min(beyond_s * n_many / max(sum(numbers), 1), MOST_PARTITION_S * n_many))
 

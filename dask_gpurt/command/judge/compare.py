@@ -47,7 +47,7 @@ class Pairs:
     problem
         Why the comparison ended, if it did not end as planned.
     notes
-        What a reader of the result has to know.
+        Sentences for a reader of the result.
     """
 
     stock: list[Turn] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""What the commands about traces do."""
+"""The work of the commands about traces."""

@@ -139,7 +139,7 @@ class ClusterTrace(activation.ClientBlock):
 
     @property
     def note(self) -> str:
-        """What the trace lacks because the runtime is off; empty if it is on."""
+        """A sentence about events that are missing without the runtime; empty if it is on."""
         if not self._runtime:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""What the runtime enters into a worker's ledger for the sake of traces.
+"""Entries that the runtime makes in a worker's ledger for the sake of traces.
 
 `plugins.worker` and the shuffles import this module, so it imports nothing of the trace itself.
 """

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one worker in a trace, and the file of a worker that has left."""
+"""The scheduler's record of one worker in a trace, and the file of a worker that has left."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NANOSECONDS, MICROSECONDS = Unit("ns", 1), Unit("us", 1000)
 
 #: Fields that the picture shows: the process, the row, the name and the length of a slice.
 _SHOWN = {"process", "lane", "path", "key", "start_s", "end_s", "thread"}
-#: What a task waited for before its start, the last first, and the time at which it began to.
+#: Waits of a task before its start, the last first, each with the time at which it began.
 _WAITS = (("for_thread", "here_s"), ("for_data", "assigned_s"), ("for_worker", "ready_s"))
 #: How much later than its slice an event ended.
 _CUT = "cut_ns"

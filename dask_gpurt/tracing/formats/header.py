@@ -44,7 +44,7 @@ class Header:
 
 def encode(trace: Trace) -> tuple[str, int]:
     """Return the header of a trace as JSON, and the time 0 of the trace in the file."""
-    # Whole microseconds, so that times that are coarser than nanoseconds stay so.
+    # Whole microseconds: times that are coarser than nanoseconds must stay so.
     zero_ns = max(0, -(earliest_ns(trace) // 1000) * 1000)
     header = {
         "format": FORMAT,

@@ -16,7 +16,7 @@ from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded
 from dask_gpurt.tracing.report.event_columns import Columns, is_barrier
 from dask_gpurt.tracing.report.grouped_rows import GroupedRows
 
-#: What a segment was spent with, or waited for.
+#: Kinds of segments: the work of the time, or the cause of the wait.
 COMPUTING = "computing"
 NETWORK = "network"
 PEER = "waiting for receivers"

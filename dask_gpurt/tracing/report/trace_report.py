@@ -49,7 +49,7 @@ class TraceReport:
     bottlenecks
         What limited the program, by what the change could save.
     notes
-        What the trace lacks: events that were dropped, recordings that ended early.
+        Gaps of the trace: events that were dropped, recordings that ended early.
     """
 
     wall_s: float

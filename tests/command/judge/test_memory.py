@@ -15,8 +15,9 @@ from distributed import Client, Event, LocalCluster, get_worker, wait
 
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
-from tests.command.conftest import Outcome, Shell
+from tests.command.conftest import TIMEOUT_S, Outcome, Shell
 from tests.conftest import stock_client
+from tests.failure.gates import until
 from tests.thoroughness import only_if_all, some
 
 pytestmark = pytest.mark.cluster
@@ -90,15 +91,13 @@ def test_known_bytes_show_up_in_their_part(shell: Shell, client: Client, is_on: 
     fourth = measured(shell, client)
     assert grown(third, fourth) == {"allocator": pytest.approx(120 * MB, abs=NEAR)}
     del held
-    client.run(wait_for_empty)
+    # Dask frees values some time after their last future, and sends no event.
+    until(lambda: not any(client.run(n_outputs).values()), "the outputs were not freed")
     assert measured(shell, client)["parts"]["outputs"] == 0
 
 
-async def wait_for_empty(dask_worker: Any) -> None:
-    import asyncio
-
-    while any(not str(key).startswith("_") for key in dask_worker.data):
-        await asyncio.sleep(0.01)
+def n_outputs(dask_worker: Any) -> int:
+    return sum(not str(key).startswith("_") for key in dask_worker.data)
 
 
 def make(number: int) -> pd.DataFrame:
@@ -134,6 +133,7 @@ def shards_nbytes(dask_worker: Any) -> int:
 
 
 def held_up(part: pd.DataFrame) -> int:
+    Event("held up").set()
     Event("over").wait()
     return len(part)
 
@@ -144,7 +144,7 @@ def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
         lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a", npartitions=8)
         # With one thread, the first outputs hold up the others, whose shards wait.
         lengths = client.compute(lazy.map_partitions(held_up, meta=(None, int)))
-    client.run_on_scheduler(when_held_up)
+    assert Event("held up", client=client).wait(TIMEOUT_S)
     found = measured(shell, client)
     (known,) = client.run(shards_nbytes).values()
     Event("over", client=client).set()
@@ -153,17 +153,6 @@ def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
     assert 20 * MB < known < 96 * MB
     assert found["parts"]["shards"] == known
     assert found["tasks_running"] == 1
-
-
-async def when_held_up(dask_scheduler: Any) -> None:
-    import asyncio
-
-    def is_held_up() -> bool:
-        running = [key for ws in dask_scheduler.workers.values() for key in ws.processing]
-        return any("held_up" in str(one.key) for one in running)
-
-    while not is_held_up():
-        await asyncio.sleep(0.01)
 
 
 def test_one_worker_can_be_chosen_by_name(shell: Shell, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""What the parts of a report know together. The rules that look for bottlenecks read it."""
+"""The parts of a report together, for the rules that look for bottlenecks."""
 
 from __future__ import annotations
 
