@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ import numpy as np
 
 from dask_gpurt.transport.ucx_door import Door, listening, move
 
+#: Held while a context makes its sockets: those that were not there before. Two contexts that start
+#: together would each count the other's sockets too, and close both doors with their own.
+_making_sockets = threading.Lock()
 #: Values by which UCX's options are switched off.
 _OFF = ("n", "no", "off", "0")
 
@@ -106,16 +110,17 @@ def load(options: Mapping[str, str], host: str = "") -> UcxContext:
     from ucxx._lib.arr import Array
 
     _make_device_current()
-    before = set(listening())
     library = ucxx.libucxx
-    context, problems = _context(library, dict(options))
-    rows = [line.split() for line in context.info.splitlines() if "resource" in line]
-    transports = sorted({row[-1].split("/")[0] for row in rows if "flags" in row})
-    worker = library.UCXWorker(context)
-    worker.init_blocking_progress_mode()
-    return UcxContext(
-        library, Array, worker, transports, host=host, before=before, problems=problems
-    )
+    with _making_sockets:
+        before = set(listening())
+        context, problems = _context(library, dict(options))
+        rows = [line.split() for line in context.info.splitlines() if "resource" in line]
+        transports = sorted({row[-1].split("/")[0] for row in rows if "flags" in row})
+        worker = library.UCXWorker(context)
+        worker.init_blocking_progress_mode()
+        return UcxContext(
+            library, Array, worker, transports, host=host, before=before, problems=problems
+        )
 
 
 def _context(library: Any, options: dict[str, str]) -> tuple[Any, list[str]]:

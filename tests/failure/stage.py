@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import inspect
 import threading
 import time
@@ -201,8 +202,13 @@ class Stage:
             future.release()
 
     def wait(self, outputs: list[Any]) -> None:
-        with self.client.as_current():
-            wait(outputs, timeout=DEADLINE_S)
+        try:
+            with self.client.as_current():
+                wait(outputs, timeout=DEADLINE_S)
+        except TimeoutError:
+            self.print_state()
+            faulthandler.dump_traceback()
+            raise
 
     def wait_for_done(self, n_outputs: int, outputs: list[Any]) -> None:
         """Return once this many outputs are done, whichever they are."""

@@ -133,7 +133,9 @@ async def test_spilled_values_and_fetched_inputs_are_shown(c, s, a, b):
     for one in seen["workers"]:
         ws = s.workers[one["address"]]
         assert one["limit_nbytes"] == ws.memory_limit
-        assert 0 < one["tiers"]["memory"] <= 32 * MIB
+        assert one["tiers"]["memory"] <= 32 * MIB
+        # The fetched inputs may have displaced all values of the worker that fetched them.
+        assert one["tiers"]["memory"] + one["tiers"]["disk"] > 0
 
 
 @gen_cluster(

@@ -318,3 +318,18 @@ print(len({asyncio.run(port()) for _ in range(3)}))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "1\n"
+
+
+def test_engines_that_start_at_once_filter_their_own_sockets():
+    """The door of one engine must not drop the connections that another engine waits for."""
+    # Options that no other test has, so that each engine gets a new UCX context.
+    sessions = [UcxThread.begin("127.0.0.1", {"TCP_RX_SEG_SIZE": f"{65 + n}k"}) for n in range(4)]
+    try:
+        for session in sessions:
+            session.started.result(PATIENCE_S)
+        doors = [set(session._thread._door._fds) for session in sessions]
+        assert all(doors)
+        assert len(set.union(*doors)) == sum(map(len, doors))
+    finally:
+        for session in sessions:
+            session.close()
