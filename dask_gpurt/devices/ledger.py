@@ -45,6 +45,8 @@ class LedgerEntry(NamedTuple):
         Key of the task that did the work, or that the work is for.
     thread
         Identifier of the thread; 0 means the thread that adds the entry.
+    encoded_nbytes
+        Bytes of a message on the link; 0 if it was not encoded.
     """
 
     lane: str
@@ -58,6 +60,7 @@ class LedgerEntry(NamedTuple):
     message: int = 0
     key: Any = None
     thread: int = 0
+    encoded_nbytes: int = 0
 
 
 class Sum(NamedTuple):

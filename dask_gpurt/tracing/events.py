@@ -74,6 +74,8 @@ class LaneWork(NamedTuple):
         `TaskTimes.number` of the task that did the work, or that the work is for; -1 without one.
     thread
         Identifier of the thread in its process; 0 if unknown.
+    encoded_nbytes
+        Bytes of a message on the link; 0 if it was not encoded.
     """
 
     process: int
@@ -88,6 +90,7 @@ class LaneWork(NamedTuple):
     message: int = 0
     task: int = -1
     thread: int = 0
+    encoded_nbytes: int = 0
 
 
 class TaskTimes(NamedTuple):

@@ -77,6 +77,7 @@ class _Row(NamedTuple):
     nbytes: int
     start_s: float
     end_s: float
+    encoded_nbytes: int
 
 
 class _Events:
@@ -372,7 +373,7 @@ def _work(
         if is_inside:
             task = _task(tasks.get(hashes.get(row.key, -1), []), end_s)
             moved = lane, path, row.nbytes, start_s, end_s, peer, way, row.run, row.message
-            made.append(LaneWork(process, *moved, task, threads[row.thread]))
+            made.append(LaneWork(process, *moved, task, threads[row.thread], row.encoded_nbytes))
     return made
 
 

@@ -26,10 +26,10 @@ MOST_CHARACTERS = 1000
 #: Longest file that is read.
 MOST_NBYTES = 1 << 40
 
-_MAGIC = b"gpT1"
+_MAGIC = b"gpT2"
 _HEADER = struct.Struct("<4sIIIII")
 _LENGTH = struct.Struct("<I")
-_RECORD = struct.Struct("<BBHHHIIIIIQdd")
+_RECORD = struct.Struct("<BBHHHIIIIIQddI")
 #: Fields of a record. What they mean depends on the kind; see the methods of `RecordEncoder`.
 FIELDS = np.dtype(
     [
@@ -46,6 +46,7 @@ FIELDS = np.dtype(
         ("nbytes", "<u8"),
         ("start_s", "<f8"),
         ("end_s", "<f8"),
+        ("encoded_nbytes", "<u4"),
     ]
 )
 RECORD_NBYTES = _RECORD.size
@@ -106,8 +107,12 @@ class RecordEncoder:
         message: int = 0,
         key: int = 0,
         thread: int = 0,
+        encoded_nbytes: int = 0,
     ) -> None:
-        """Add work of a lane. `key` is a number that a `KEY` record explains, or 0."""
+        """Add work of a lane. `key` is a number that a `KEY` record explains, or 0.
+
+        `encoded_nbytes` of 4 GiB or more do not fit, and are left out.
+        """
         self._records += _RECORD.pack(
             WORK,
             0,
@@ -122,12 +127,13 @@ class RecordEncoder:
             max(nbytes, 0),
             start_s,
             end_s,
+            encoded_nbytes if encoded_nbytes <= _MOST_LONG else 0,
         )
 
     def key(self, number: int, hash_: int, shown: str) -> None:
         """Add the number of a key on this worker, its `key_hash`, and the text to show for it."""
         self._records += _RECORD.pack(
-            KEY, 0, 0, 0, 0, self.text(shown), 0, number, 0, 0, hash_, 0.0, 0.0
+            KEY, 0, 0, 0, 0, self.text(shown), 0, number, 0, 0, hash_, 0.0, 0.0, 0
         )
 
     def task_run(
@@ -136,16 +142,16 @@ class RecordEncoder:
         """Add a run of a task on this worker. All its inputs were here at `here_s`."""
         name = self._short(str(thread)) if thread else 0
         early = microseconds(start_s - here_s)
-        self._records += _RECORD.pack(RUN, 0, 0, 0, name, 0, 0, key, 0, early, 0, start_s, end_s)
+        self._records += _RECORD.pack(RUN, 0, 0, 0, name, 0, 0, key, 0, early, 0, start_s, end_s, 0)
 
     def instant(self, name: str, at_s: float, detail: str = "") -> None:
         self._records += _RECORD.pack(
-            INSTANT, 0, 0, 0, 0, self.text(name), self.text(detail), 0, 0, 0, 0, at_s, at_s
+            INSTANT, 0, 0, 0, 0, self.text(name), self.text(detail), 0, 0, 0, 0, at_s, at_s, 0
         )
 
     def sample(self, name: str, at_s: float, value: float) -> None:
         self._records += _RECORD.pack(
-            SAMPLE, 0, 0, 0, 0, self.text(name), 0, 0, 0, 0, 0, at_s, value
+            SAMPLE, 0, 0, 0, 0, self.text(name), 0, 0, 0, 0, 0, at_s, value, 0
         )
 
     def assigned(
@@ -162,7 +168,20 @@ class RecordEncoder:
         early = microseconds(assigned_s - ready_s)
         path, peer = self.text(shown), self.text(worker)
         self._records += _RECORD.pack(
-            ASSIGNED, 0, 0, 0, 0, path, peer, number, 0, early, max(nbytes, 0), assigned_s, known_s
+            ASSIGNED,
+            0,
+            0,
+            0,
+            0,
+            path,
+            peer,
+            number,
+            0,
+            early,
+            max(nbytes, 0),
+            assigned_s,
+            known_s,
+            0,
         )
 
     def times(
@@ -172,7 +191,7 @@ class RecordEncoder:
         name = self._short(str(thread)) if thread else 0
         early = microseconds(start_s - here_s)
         self._records += _RECORD.pack(
-            TIMES, 0, 0, 0, name, 0, 0, number, 0, early, hash_, start_s, end_s
+            TIMES, 0, 0, 0, name, 0, 0, number, 0, early, hash_, start_s, end_s, 0
         )
 
     def needs(self, number: int, needed: list[int]) -> None:
@@ -181,7 +200,7 @@ class RecordEncoder:
             some = needed[first : first + NEEDS_EACH]
             a, b, c, d = some + [0] * (NEEDS_EACH - len(some))
             self._records += _RECORD.pack(
-                NEEDS, len(some), 0, 0, 0, a, b, number, c, d, 0, 0.0, 0.0
+                NEEDS, len(some), 0, 0, 0, a, b, number, c, d, 0, 0.0, 0.0, 0
             )
 
     def block(self) -> bytes:

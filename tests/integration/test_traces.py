@@ -81,6 +81,28 @@ def test_sends_equal_counters_and_have_their_receives(file, nthreads, settings, 
     test()
 
 
+COMM = {"gpurt.shuffle.transport": "comm"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_encoded"),
+    [({}, False), (COMM, False), (COMM | {"gpurt.shuffle.compression": "lz4"}, True)],
+)
+def test_sends_have_their_bytes_on_the_link(file, settings, is_encoded):
+    @gen_cluster(client=True, nthreads=TWO, config=ON | settings)
+    async def test(c, s, *workers):
+        async with dask_gpurt.trace(c, file) as traced:
+            await c.compute(shuffled())
+        sends, receives = message_ends(traced.trace)
+        assert {0 < one.encoded_nbytes < one.nbytes for one in sends.values()} == {is_encoded}
+        assert not any(one.encoded_nbytes for one in receives.values())
+        sums = (runtime_of(one).links.sent.snapshot().values() for one in workers)
+        on_links = sum(found.nbytes for of_worker in sums for found in of_worker)
+        assert on_links == sum(one.encoded_nbytes or one.nbytes for one in sends.values())
+
+    test()
+
+
 @gen_cluster(client=True, nthreads=TWO, config=ON)
 async def test_a_trace_has_tasks_phases_fetches_and_samples(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:

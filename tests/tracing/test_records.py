@@ -23,7 +23,7 @@ def test_work_comes_back_as_it_was(entries, n_in_block):
     encoder = RecordEncoder()
     data = b""
     for number, entry in enumerate(entries):
-        encoder.work(*entry, key=number, thread=7)
+        encoder.work(*entry, key=number, thread=7, encoded_nbytes=number + 9)
         if number % n_in_block == 0:
             data += encoder.block()
     texts, rows, problem = decode(data + encoder.block())
@@ -43,6 +43,7 @@ def test_work_comes_back_as_it_was(entries, n_in_block):
     assert found == as_read
     assert [texts[row["thread"]] for row in rows] == ["7"] * len(entries)
     assert list(rows["key"]) == list(range(len(entries)))
+    assert list(rows["encoded_nbytes"]) == [number + 9 for number in range(len(entries))]
 
 
 def readable(text):

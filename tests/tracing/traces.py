@@ -68,6 +68,7 @@ def _work(draw: st.DrawFn, addresses: list[str], unit_ns: int) -> LaneWork:
         message=draw(st.integers(0, 3) | _numbers),
         task=draw(st.integers(-1, 4)),
         thread=draw(st.integers(0, 2) | _numbers),
+        encoded_nbytes=draw(_numbers),
     )
 
 

@@ -166,7 +166,7 @@ class EventRecorder:
         if not isinstance(item, LedgerEntry):
             return item(self._encoder)
         number = 0 if item.key is None else self.key_number(item.key)
-        self._encoder.work(*item[:-2], number, item.thread)
+        self._encoder.work(*item[:-3], number, item.thread, item.encoded_nbytes)
 
     def _end(self, why: str) -> None:
         """End the recording for good. What the file has stays."""

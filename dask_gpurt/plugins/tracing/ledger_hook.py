@@ -72,17 +72,21 @@ async def entered(
         return await compose(transport)
 
     start_s = ledger.clock()
-    sent = None
+    sent, encoded_nbytes = None, 0
     try:
         sent = await deliver(noted)
     finally:
         if sent is None:
             path, nbytes = UNSENT, 0
-        elif nbytes is None:
-            nbytes = sum(buffer.nbytes for buffer in sent.buffers)
-        ledger.add(
-            LedgerEntry(lane, path, nbytes, start_s, ledger.clock(), address, way, run, message)
-        )
+        else:
+            on_link_nbytes = sum(buffer.nbytes for buffer in sent.buffers)
+            if nbytes is None:
+                nbytes = on_link_nbytes
+            elif on_link_nbytes != nbytes:
+                encoded_nbytes = on_link_nbytes
+        times = start_s, ledger.clock()
+        entry = LedgerEntry(lane, path, nbytes, *times, address, way, run, message)
+        ledger.add(entry._replace(encoded_nbytes=encoded_nbytes) if encoded_nbytes else entry)
     return sent
 
 

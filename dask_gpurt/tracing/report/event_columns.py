@@ -66,6 +66,7 @@ class WorkColumns:
         work, n = trace.work, len(trace.work)
         self.process = _column(work, "process", np.int32)
         self.nbytes = _column(work, "nbytes", np.float64)
+        self.encoded_nbytes = _column(work, "encoded_nbytes", np.float64)
         self.start_s = _column(work, "start_s", np.float64)
         self.end_s = _column(work, "end_s", np.float64)
         self.message = _column(work, "message", np.int64)
@@ -154,6 +155,8 @@ class Hops:
         Indices of processes.
     source, target
         Numbers of their hosts in `hosts`.
+    nbytes
+        Bytes on the link: of encoded messages, those after encoding.
     wire_end_s
         The last byte had arrived.
     end_s
@@ -203,7 +206,7 @@ def hops_of(work: WorkColumns, places: Places) -> Hops:
         source=host_of[sender],
         target=host_of[receiver],
         way=work.way[rows],
-        nbytes=work.nbytes[rows],
+        nbytes=np.where(work.encoded_nbytes, work.encoded_nbytes, work.nbytes)[rows],
         start_s=work.start_s[rows],
         wire_end_s=wire_end_s,
         end_s=work.end_s[rows],

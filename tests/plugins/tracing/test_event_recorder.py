@@ -112,7 +112,7 @@ def test_the_recording_ends_at_its_limit(path):
     for _ in range(1_000):
         recorder.work(ENTRY)
     recorder.stop()
-    assert recorder.ended == "limit of 5.08 kiB"
+    assert recorder.ended == "limit of 5.47 kiB"
     assert os.path.getsize(path) <= 100 * RECORD_NBYTES
     recorder.work(ENTRY)
     recorder.close()

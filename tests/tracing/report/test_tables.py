@@ -44,6 +44,14 @@ def test_an_answer_that_comes_late_does_not_slow_the_link():
     assert row.busy_s == 1.0 and row.rate == 100 * MB
 
 
+def test_a_link_carries_encoded_bytes():
+    made = two_hosts()
+    made.message(0, 1, 0.0, 1.0, 100 * MB)
+    made.trace.work[0] = made.trace.work[0]._replace(encoded_nbytes=30 * MB)
+    (row,) = report_of(made.trace).transfers
+    assert row.nbytes == 30 * MB and row.rate == 30 * MB
+
+
 def test_bytes_in_shared_memory_move_while_they_are_received():
     made = MadeTrace(("a", 0), ("a", 1))
     made.message(0, 1, 0.0, 1.0, 100 * MB, answered_s=3.0, way="shared memory")
