@@ -72,12 +72,6 @@ class SliceMemory:
         """Note that the memory of slices has their values."""
         self._held.update(slices)
 
-    def bytes_of(self, slices: range) -> Buffer:
-        """Return the bytes of slices in host memory, without a copy unless they are on a device."""
-        view = self.view(slices)
-        found: Buffer = (view if isinstance(view, np.ndarray) else view.get()).view(np.uint8)
-        return found
-
     def put(self, slices: range, found: Buffer) -> None:
         """Write received bytes into the memory of slices, unless they are there already."""
         target = self.into(slices)
@@ -105,6 +99,12 @@ class SliceMemory:
                 one = range(number, number + 1)
                 self.into(one)[...] = self.view(one)
                 self.has(one)
+
+
+def bytes_of(view: Any) -> Buffer:
+    """Return the bytes of values in host memory, without a copy unless they are on a device."""
+    found: Buffer = (view if isinstance(view, np.ndarray) else view.get()).view(np.uint8)
+    return found
 
 
 def module_of(array: Any) -> Any:

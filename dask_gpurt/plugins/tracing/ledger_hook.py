@@ -63,7 +63,7 @@ async def entered(
     """
     if ledger is None:
         return await deliver(compose)
-    way = ""
+    way, start_s = "", ledger.clock()
 
     async def noted(transport: Transport) -> Message:
         nonlocal way, start_s
@@ -74,7 +74,6 @@ async def entered(
         start_s = ledger.clock()
         return composed
 
-    start_s = ledger.clock()
     sent, encoded_nbytes = None, 0
     try:
         sent = await deliver(noted)

@@ -15,10 +15,10 @@ from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.plugins.collectives.groups.group_member import AHEAD, LATE, OVER
 from dask_gpurt.plugins.collectives.groups.group_messages import SliceHeader, Subject
-from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES
+from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker import runtime_of
-from tests.plugins.collectives.gang import on_cluster
+from tests.plugins.collectives.gang import forced, on_cluster
 from tests.plugins.collectives.test_operations import all_operations
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]
@@ -161,6 +161,34 @@ def test_damaged_slices_are_sent_again(monkeypatch):
     check_all_operations()
     assert {len(one) > INLINE_NBYTES for one in fetched} == {True, False}
     assert len({fetched[number - 1].nbytes for number in (2, 4, 7)}) > 1
+
+
+def all_reduced(comm, _):
+    return comm.allreduce(np.full(100_000, 1 + 10 * comm.rank))
+
+
+@pytest.mark.parametrize("refused", [["_link_ucx"], ["_link_shared", "_link_ucx"]])
+def test_a_late_message_has_the_values_before_the_sum(monkeypatch, refused):
+    """The first message to a peer waits for the link. The peer's may come and be added before."""
+    for link in refused:
+        monkeypatch.setattr(Links, link, refuse)
+    compose = OperationRun._compose
+
+    async def late(run, *arguments):
+        if run._member.rank == 0:
+            await run._member.until(lambda: run.step > 0)
+        return await compose(run, *arguments)
+
+    monkeypatch.setattr(OperationRun, "_compose", late)
+
+    @on_cluster(TWO)
+    async def run(c, s, *workers):
+        async with Communicator(c) as comm:
+            with forced("all_reduce", "one-shot"):
+                for found in await c.gather(await comm.run(all_reduced)):
+                    assert set(found.tolist()) == {12}
+
+    run()
 
 
 def mutating(comm, _):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dask_gpurt.collectives.reduction import Operation
-from dask_gpurt.collectives.slice_memory import Buffer, SliceMemory
+from dask_gpurt.collectives.slice_memory import Buffer, SliceMemory, bytes_of
 from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError
@@ -195,7 +195,7 @@ class OperationRun:
 
     def _copied(self, slices: range) -> Buffer:
         assert self.plan is not None
-        return self.plan.memory.bytes_of(slices).copy()
+        return bytes_of(self.plan.memory.view(slices)).copy()
 
     def _header(self, step: int, slices: range, buffer: Buffer, checksum: int) -> bytes:
         assert self.plan is not None
@@ -220,11 +220,16 @@ class OperationRun:
         self._member.send_behind(self.epoch, send.peer, compose)
 
     def _send_large(self, step: int, send: SliceSend) -> None:
+        assert self.plan is not None
         room = self._rooms.setdefault(send.peer, asyncio.Semaphore(WINDOW))
+        # The values before this step. The message may be composed after the step's sum is made, if
+        # there is no room or no link to the peer yet.
+        view = self.plan.memory.view(send.slices)
+        compose = partial(self._compose, step, send.slices, view)
 
         async def deliver() -> None:
             async with room:
-                await self._member.deliver(send.peer, partial(self._compose, step, send.slices))
+                await self._member.deliver(send.peer, compose)
 
         task = asyncio.create_task(deliver())
         self._sending.add(task)
@@ -236,31 +241,29 @@ class OperationRun:
             self._member.fail(error)
         self._wake()
 
-    async def _compose(self, step: int, slices: range, path: Transport) -> Message:
+    async def _compose(self, step: int, slices: range, view: Any, path: Transport) -> Message:
         assert self.plan is not None
         nbytes = self.plan.memory.nbytes(slices)
         # Once for all peers that get these slices the same way.
         key = step, slices, path.is_local
         if key not in self._ready:
             prepare = self._copied_out if path.is_local else self._sealed
-            self._ready[key] = asyncio.ensure_future(self._work(nbytes, prepare, slices))
+            self._ready[key] = asyncio.ensure_future(self._work(nbytes, prepare, view))
         buffer, checksum = await asyncio.shield(self._ready[key])
         header = self._header(step, slices, buffer, checksum)
         wire_nbytes = 0 if path.is_local else len(header) + nbytes
         return Message(header, [buffer], wire_nbytes=wire_nbytes)
 
-    def _copied_out(self, slices: range) -> tuple[Buffer, int]:
+    def _copied_out(self, view: Any) -> tuple[Buffer, int]:
         """Return a copy of slices where peers on this host can read it. It needs no checksum."""
-        assert self.plan is not None
-        memory = self.plan.memory
-        lent = self._tenant.empty(self._member.links.outgoing, memory.nbytes(slices), "lent")
-        np.copyto(lent, memory.bytes_of(slices))
+        found = bytes_of(view)
+        lent = self._tenant.empty(self._member.links.outgoing, found.nbytes, "lent")
+        np.copyto(lent, found)
         return lent, 0
 
-    def _sealed(self, slices: range) -> tuple[Buffer, int]:
+    def _sealed(self, view: Any) -> tuple[Buffer, int]:
         """Return the bytes of slices where they are, with their checksum."""
-        assert self.plan is not None
-        found = self.plan.memory.bytes_of(slices)
+        found = bytes_of(view)
         return found, wire.checksum([found])
 
     # ------------------------------------------------------------------ receiving
