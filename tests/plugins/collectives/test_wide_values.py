@@ -7,11 +7,13 @@ import asyncio
 import numpy as np
 import pytest
 from distributed import Event, wait
-from distributed.utils_test import gen_cluster
+from distributed.core import Status
+from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.plugins.collectives.broadcasts import awaited_values, wide_values
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
+from dask_gpurt.plugins.patches.values.replicate import take_replica
 
 #: Three addresses of this machine stand for three hosts.
 HOSTS = [("127.0.0.1", 1)] * 2 + [("127.0.0.2", 1)] * 2 + [("127.0.0.3", 1)] * 2
@@ -148,6 +150,51 @@ async def test_workers_fetch_what_a_broadcast_fails_to_bring(c, s, *workers):
         value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
         await used_by(c, s, value, workers)
     assert report(s)["copies"] == 0
+
+
+@on_cluster()
+async def test_a_value_may_be_released_before_its_broadcast_ends(c, s, *workers):
+    """Dask takes it badly if a value is there, and forgotten, before its fetch has ended."""
+    stock, may_answer = s.handlers["gpurt_brought"], asyncio.Event()
+
+    async def slow(key):
+        await may_answer.wait()
+        return await stock(key=key)
+
+    s.handlers["gpurt_brought"] = slow
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
+    await used_by(c, s, value, workers)
+    value.release()
+    await async_poll_for(
+        lambda: not any(value.key in worker.state.tasks for worker in workers), timeout=30
+    )
+    may_answer.set()
+    await async_poll_for(
+        lambda: not any(worker.state.in_flight_workers for worker in workers), timeout=30
+    )
+    assert {worker.status for worker in workers} == {Status.running}
+    assert report(s)["copies"] == len(workers) - 1
+
+
+@on_cluster()
+async def test_a_value_that_is_being_fetched_is_left_to_the_fetch(c, s, *workers):
+    """The worker did not wait for the broadcast, which brings the value during the fetch."""
+    source, target = workers[:2]
+    value = await c.scatter(made(LARGE_NBYTES), workers=[source.address])
+    stock, is_asked, may_answer = source.handlers["get_data"], asyncio.Event(), asyncio.Event()
+
+    async def held(comm, **kwargs):
+        is_asked.set()
+        await may_answer.wait()
+        return await stock(comm, **kwargs)
+
+    source.handlers["get_data"] = held
+    use = c.submit(len, value, workers=[target.address])
+    await is_asked.wait()
+    assert take_replica(target, value.key, made(LARGE_NBYTES)) is None
+    may_answer.set()
+    assert await use == LARGE_NBYTES // 8
+    assert target.status == Status.running
 
 
 @on_cluster()

@@ -11,6 +11,7 @@ from distributed import Scheduler, Worker
 from distributed.active_memory_manager import ActiveMemoryManagerExtension, ReduceReplicas
 from distributed.protocol.serialize import serialize_and_split
 from distributed.utils_test import gen_cluster
+from distributed.worker_state_machine import WorkerState
 
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.patches.values.replicate import (
@@ -45,6 +46,7 @@ def test_names_are_as_expected():
     assert parameters_of(Scheduler.add_replica) == ["self", "ts", "ws"]
     assert parameters_of(Scheduler.workers_list) == ["self", "workers"]
     assert parameters_of(Worker.update_data)[:2] == ["self", "data"]
+    assert {"tasks", "in_flight_tasks"} <= {*WorkerState.__annotations__}
     assert parameters_of(ActiveMemoryManagerExtension.add_policy) == ["self", "policy"]
 
 

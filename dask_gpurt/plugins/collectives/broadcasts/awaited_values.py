@@ -35,13 +35,18 @@ class AwaitedValues:
 
     def __init__(self, worker: Worker, *, is_on: bool) -> None:
         self._worker, self._is_on = worker, is_on
-        #: By key, the values that arrived while somebody waits for them.
-        self._arrived: dict[Any, list[Any]] = {}
+        #: By key, the values that fetches wait for.
+        self._arrived: dict[Any, asyncio.Future[Any]] = {}
+        #: Questions to the scheduler, which may outlive the fetch that asked.
+        self._asking: set[asyncio.Task[None]] = set()
 
-    def arrived(self, key: Any, value: Any) -> None:
-        """Note that a broadcast brought a value."""
-        if key in self._arrived:
-            self._arrived[key] = [value]
+    def arrived(self, key: Any, value: Any) -> bool:
+        """Hand a value of a broadcast to the fetch that waits for it; return whether one does."""
+        fetch = self._arrived.get(key)
+        if fetch is None or fetch.done():
+            return False
+        fetch.set_result(value)
+        return True
 
     async def get_all(self, sizes: Mapping[Any, int]) -> dict[Any, Any]:
         """Return the values that broadcasts bring. The worker must fetch the others.
@@ -59,18 +64,26 @@ class AwaitedValues:
 
     async def _get(self, key: Any, nbytes: int) -> tuple[Any, ...]:
         """Return the value that a broadcast brings in a tuple, or an empty one."""
+        arrived = self._arrived[key] = asyncio.get_running_loop().create_future()
+        asking = asyncio.create_task(self._until_it_is_over(key, nbytes))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            # The value may be here long before the broadcast ends on all workers.
+            await asyncio.wait({arrived, asking}, return_when=asyncio.FIRST_COMPLETED)
+            return (arrived.result(),) if arrived.done() else ()
+        finally:
+            del self._arrived[key]
+
+    async def _until_it_is_over(self, key: Any, nbytes: int) -> None:
+        """Return once no broadcast brings a value, or the scheduler takes too long to say so."""
         scheduler: Any = self._worker.scheduler
-        self._arrived[key] = []
         try:
             async with asyncio.timeout(max(_LEAST_PATIENCE_S, nbytes / _PATIENCE_RATE)):
                 comes = await scheduler.gpurt_wanted(key=key, worker=self._worker.address)
             if comes:
                 await scheduler.gpurt_brought(key=key)
-            return tuple(self._arrived[key])
         except TimeoutError:
-            return ()
+            pass
         except Exception as error:  # the runtime is off there, or the scheduler is gone
             logger.debug("nobody knows of a broadcast of %r: %r", key, error)
-            return ()
-        finally:
-            del self._arrived[key]

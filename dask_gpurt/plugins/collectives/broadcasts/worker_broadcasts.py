@@ -14,6 +14,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distributed.sizeof import safe_sizeof
+
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
@@ -108,9 +110,10 @@ class WorkerBroadcasts:
             try:
                 await run.run()
                 value = await asyncio.to_thread(received.value)
+                if self.awaited.arrived(key, value):
+                    return int(safe_sizeof(value))
                 size = take_replica(self._worker, key, value)
-                self.awaited.arrived(key, value)
-                return size
+                return "it fetches the value itself" if size is None else size
             except Exception as error:
                 # As text: an error would keep the memory of the value.
                 logger.warning("a broadcast failed here: %s", error)

@@ -8,7 +8,8 @@
 copies, and which workers get them | |
 | extension `amm`: `.policies`, `.add_policy`; `ReduceReplicas.run` | removes replicas every two
 seconds, also those that a client asked for (dask/dask#11148) | `KeptReplicas.uninstall` |
-| `Worker.update_data` | gives a worker a replica | |
+| `Worker.update_data`; `WorkerState.tasks`, `.in_flight_tasks` | gives a worker a replica, unless
+it is fetching one | |
 | `serialize`, `deserialize`, `Serialized`, `merge_and_deserialize` and `decompress` of
 `distributed.protocol` | a value as frames of bytes, and back | |
 
@@ -189,8 +190,15 @@ class KeptReplicas:
             self._manager.add_policy(one)
 
 
-def take_replica(worker: Worker, key: Any, value: Any) -> int:
-    """Give a worker a replica, and return its size. The caller tells the scheduler."""
+def take_replica(worker: Worker, key: Any, value: Any) -> int | None:
+    """Give a worker a replica, and return its size. The caller tells the scheduler.
+
+    Returns None, and leaves the value, if the worker is fetching it. Otherwise the task could be
+    forgotten before the fetch ends, which closes the worker.
+    """
+    task = worker.state.tasks.get(key)
+    if task is not None and task in worker.state.in_flight_tasks:
+        return None
     return int(worker.update_data({key: value})["nbytes"][key])
 
 
