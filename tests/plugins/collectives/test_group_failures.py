@@ -73,6 +73,35 @@ async def test_unequal_arrays_are_named_on_all_ranks(c, s, *workers):
 
 
 @on_cluster(THREE)
+async def test_a_sender_names_unequal_arrays_as_their_receiver_does(c, s, *workers):
+    """Whichever of the two reaches the scheduler first decides on the error of all ranks."""
+    tell, take = GroupMember._tell, OperationRun.take
+
+    async def after_rank_2(member, failure):
+        while member.rank != 2 and member.failure is None:
+            await member._change.wait()
+        await tell(member, failure)
+
+    async def but_rank_2(run, header, payload):
+        if run._member.rank == 2:
+            await run._member.until(lambda: False)
+        await take(run, header, payload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupMember, "_tell", after_rank_2)
+        patch.setattr(OperationRun, "take", but_rank_2)
+        async with Communicator(c) as comm:
+            odd, even = np.ones(SMALL, "f4"), np.ones(SMALL + 2)
+            with forced("all_reduce", "one-shot"):
+                futures = await comm.run(unequal, None, "allreduce", 2, odd, even)
+                errors = await errors_of(futures)
+    (text,) = {str(error) for error in errors}
+    assert f"rank 2 has ({SMALL},) float32" in text
+    del futures
+    await assert_nothing_stays(c, s, *workers)
+
+
+@on_cluster(THREE)
 async def test_unequal_rows_are_named_too(c, s, *workers):
     arrays = np.ones((4, 2)), np.ones((4, 3))
     async with Communicator(c) as comm:

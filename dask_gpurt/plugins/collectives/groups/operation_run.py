@@ -291,9 +291,7 @@ class OperationRun:
         assert self.plan is not None
         if header.subject != self.plan.encoded:
             other = Subject.decoded(header.subject)
-            text = self.plan.subject.differs(self._member.rank, other, peer)
-            self._member.fail(CollectiveError(text))
-            raise self._member.over()
+            raise self._differs(self.plan.subject, other, peer)
         await self._member.until(lambda: self.step >= header.step)
         if (header.step, peer) in self._taken:
             return  # it was sent again, because the answer was lost
@@ -321,12 +319,15 @@ class OperationRun:
             # In one process, this may be the sender's own memory. It may change after the answer.
             await self._member.until(lambda: self.step > header.step)
 
+    def _differs(self, mine: Subject, other: Subject, peer: int) -> CollectiveError:
+        """Fail, and return the error. The sender gets the same: either may be the first to tell."""
+        error = CollectiveError(mine.differs(self._member.rank, other, peer))
+        self._member.fail(error)
+        return error
+
     def _checked(self, subject: Subject, peer: int) -> Subject:
         if subject.call != self.call:
-            mine = Subject(self.call, (), "u1", "", 1)
-            error = CollectiveError(mine.differs(self._member.rank, subject, peer))
-            self._member.fail(error)
-            raise self._member.over()
+            raise self._differs(Subject(self.call, (), "u1", "", 1), subject, peer)
         if subject.nbytes > self._member.memory_nbytes:
             raise ProtocolError(f"a value of {subject.nbytes} bytes is more than the memory here")
         return subject
