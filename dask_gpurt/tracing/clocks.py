@@ -8,7 +8,7 @@ narrow it down: a message arrives after it was sent (`shifts`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 #: Exchanges further apart than this belong to two rounds.
@@ -66,6 +66,22 @@ class ClockFit(NamedTuple):
     def to_scheduler(self, worker_s: Any) -> Any:
         """Return times of the worker on the scheduler's clock: a number or an array."""
         return self.at_s + (worker_s - self.offset_s - self.at_s) / (1.0 + self.drift)
+
+
+def clock_later_s(clock: Callable[[], float], other: Callable[[], float], n: int) -> float:
+    """Return how much later one clock of this process is than another one.
+
+    They are compared so many times. The quickest time counts: between two readings, the thread may
+    lose its core for milliseconds.
+    """
+
+    def compare() -> tuple[float, float]:
+        before_s = clock()
+        other_s = other()
+        after_s = clock()
+        return after_s - before_s, (before_s + after_s) / 2 - other_s
+
+    return min(compare() for _ in range(n))[1]
 
 
 def fit(exchanges: Sequence[ClockExchange]) -> ClockFit:

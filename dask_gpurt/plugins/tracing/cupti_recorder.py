@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dask_gpurt.devices.ledger import LedgerEntry
+from dask_gpurt.tracing.clocks import clock_later_s
 from dask_gpurt.tracing.nsight.nsys import copy_path
 
 logger = logging.getLogger("dask_gpurt")
@@ -22,7 +23,7 @@ _COPY, _SET, _CONCURRENT_KERNEL, _PEER_COPY = 1, 2, 10, 22
 _KINDS = (_CONCURRENT_KERNEL, _COPY, _PEER_COPY, _SET)
 #: CUPTI fills one buffer after the other.
 _BUFFER_NBYTES = 8 << 20
-#: How often the two clocks are compared. The quickest comparison counts.
+#: How often the two clocks are compared.
 _N_COMPARISONS = 16
 
 
@@ -56,18 +57,6 @@ def entry_of(activity: Any, later_s: float) -> LedgerEntry | None:
     return LedgerEntry(lane, path, nbytes, start_s, end_s, way=way)
 
 
-def offset_of_clocks(clock: Callable[[], float], theirs_ns: Callable[[], int]) -> float:
-    """Return how much later one clock is than another one, in seconds."""
-
-    def compare() -> tuple[float, float]:
-        before_s = clock()
-        theirs_s = theirs_ns() / 1e9
-        after_s = clock()
-        return after_s - before_s, (before_s + after_s) / 2 - theirs_s
-
-    return min(compare() for _ in range(_N_COMPARISONS))[1]
-
-
 class CuptiRecorder:
     """Records the work of GPUs between `start` and `stop`.
 
@@ -94,7 +83,9 @@ class CuptiRecorder:
             logger.warning("the trace has no kernels: cupti-python cannot be loaded (%s)", error)
             return False
         try:
-            self._later_s = offset_of_clocks(self._clock, cupti.get_timestamp)
+            self._later_s = clock_later_s(
+                self._clock, lambda: cupti.get_timestamp() / 1e9, _N_COMPARISONS
+            )
             cupti.activity_register_callbacks(lambda: (_BUFFER_NBYTES, 0), self._add)
             for kind in _KINDS:
                 cupti.activity_enable(kind)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from dask_gpurt.plugins.tracing.cupti_recorder import CuptiRecorder
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.weak_handlers import weak_handler
+from dask_gpurt.tracing.clocks import clock_later_s
 from dask_gpurt.tracing.events import FETCH
 from dask_gpurt.tracing.records import RecordEncoder
 
@@ -41,8 +41,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Time between two samples.
 SAMPLE_S = 0.25
-#: Differences of two clocks of one process that do not count.
-_SLACK_S = 1e-4
+#: How often Dask's clock is compared with this one after a task.
+_N_COMPARISONS = 3
 #: Most bytes of a file in one message.
 PART_NBYTES = 4 << 20
 
@@ -62,9 +62,9 @@ class TracedWorker:
         self._fetched_nbytes = 0
         #: Bytes of the file that the scheduler has got at the worker's close.
         self._n_handed = 0
-        #: By key of a task: when its inputs were here; when it began, and Dask's delay then.
+        #: By key of a task: when its inputs were here, and the delay in Dask's times of its run.
         self._here: dict[Any, float] = {}
-        self._begun: dict[Any, tuple[float, float]] = {}
+        self._delays: dict[Any, float] = {}
         self._is_over = False
         handlers = (self.gpurt_trace_clock, self.gpurt_trace_end, self.gpurt_trace_part)
         self._handlers = {one.__name__: weak_handler(one) for one in handlers}
@@ -98,33 +98,32 @@ class TracedWorker:
         if self._is_over:
             return
         if finish == "executing":
-            self._begun[key] = perf_counter(), self._worker.scheduler_delay
+            # Dask reads the delay when the loop starts the task's coroutine, right after this call.
+            # It may change before and after that: each heartbeat sets it.
+            event_loop(self._worker).call_soon(self._note_delay, key)
         elif finish in ("ready", "constrained"):
             self._here[key] = perf_counter()
         elif start in ("executing", "long-running") and finish != "long-running":
             self._task_ended(key, finish)
         elif finish in ("released", "forgotten"):
             self._here.pop(key, None)
-            self._begun.pop(key, None)
+            self._delays.pop(key, None)
+
+    def _note_delay(self, key: Any) -> None:
+        self._delays[key] = self._worker.scheduler_delay
 
     def _task_ended(self, key: Any, finish: str) -> None:
-        now_s, wall_s, delay_s = perf_counter(), time(), self._worker.scheduler_delay
-        here_s, (begun_s, delay_before_s) = (
-            self._here.pop(key, None),
-            self._begun.pop(key, (-math.inf, delay_s)),
-        )
+        # Dask's times are of another clock, plus the delay.
+        here_s = self._here.pop(key, None)
+        to_here_s = clock_later_s(perf_counter, time, _N_COMPARISONS)
+        to_here_s -= self._delays.pop(key, self._worker.scheduler_delay)
         task = self._worker.state.tasks.get(key)
         if task is None or finish not in ("memory", "error"):
             return
         runs = [one for one in task.startstops if one["action"] == "compute"]
         if not runs:
             return
-        # Dask's times are of another clock, plus the delay at some time since the task began here.
-        # A heartbeat may have changed it meanwhile, and only one of the two fits.
-        for to_here_s in (now_s - wall_s - delay_before_s, now_s - wall_s - delay_s):
-            start_s, end_s = (to_here_s + runs[-1][name] for name in ("start", "stop"))
-            if begun_s - _SLACK_S <= start_s and end_s <= now_s + _SLACK_S:
-                break
+        start_s, end_s = (to_here_s + runs[-1][name] for name in ("start", "stop"))
         encode = partial(
             self._encode_run, key, min(here_s or start_s, start_s), start_s, end_s, finish
         )

@@ -9,11 +9,7 @@ import types
 import pytest
 
 from dask_gpurt.devices.ledger import LedgerEntry
-from dask_gpurt.plugins.tracing.cupti_recorder import (
-    CuptiRecorder,
-    entry_of,
-    offset_of_clocks,
-)
+from dask_gpurt.plugins.tracing.cupti_recorder import CuptiRecorder, entry_of
 
 KERNEL, COPY, PEER_COPY, SET = 10, 1, 22, 2
 
@@ -75,15 +71,6 @@ def test_real_records_have_these_fields_and_numbers():
     for name in ("ActivityKernel9", "ActivityMemcpyPtoP4", "ActivityMemset4"):
         kind = getattr(cupti, name)()
         assert all(hasattr(kind, field) for field in ("start", "end", "device_id", "stream_id"))
-
-
-def test_the_quickest_comparison_of_clocks_counts():
-    # Each comparison reads our clock twice; one of them takes no time.
-    ours = iter(range(0, 10**6, 7))
-    slow = offset_of_clocks(lambda: float(next(ours)), lambda: 0)
-    assert slow == 3.5
-    times = iter([0.0, 9.0, *[50.0] * 30])
-    assert offset_of_clocks(lambda: next(times), lambda: 20 * 10**9) == 30.0
 
 
 class FakeCupti(types.ModuleType):
