@@ -14,9 +14,8 @@ import os
 import shutil
 import socket
 import tempfile
-import time as wall_clock
 from functools import partial
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 import distributed
@@ -33,6 +32,7 @@ from dask_gpurt.plugins.tracing.task_events import TaskEvents
 from dask_gpurt.plugins.tracing.trace_bootstrap import TracePlugin
 from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
 from dask_gpurt.plugins.tracing.worker_trace import LOST, WorkerTrace
+from dask_gpurt.tracing.clocks import clock_later_s
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -45,6 +45,8 @@ _BEGIN_S = 10.0
 _ANSWER_S = 30.0
 #: How long a worker that left may take to hand over its file.
 _HAND_OVER_S = 5.0
+#: How often this process's clock is compared with UTC.
+_N_COMPARISONS = 16
 #: Most workers in a trace. Later ones are left out.
 _MOST_WORKERS = 10_000
 
@@ -98,7 +100,7 @@ class TraceSession(SchedulerPlugin):
             raise TracingError(f"client {self.client} has left")
         scheduler.extensions[TRACE] = self
         self.scheduler = scheduler
-        self.began_s, self.began_utc_s = perf_counter(), wall_clock.time()
+        self._begins_now()
         self.ended_s: float | None = None
         #: Whether all workers have been told. Events before that are left out.
         self.has_begun = False
@@ -144,7 +146,11 @@ class TraceSession(SchedulerPlugin):
         await asyncio.wait({self._telling}, timeout=_BEGIN_S)
         self._clocks.begin(self._recording)
         self.has_begun = True
-        self.began_s, self.began_utc_s = perf_counter(), wall_clock.time()
+        self._begins_now()
+
+    def _begins_now(self) -> None:
+        self.began_s = perf_counter()
+        self.began_utc_s = self.began_s - clock_later_s(perf_counter, time, _N_COMPARISONS)
 
     def _recording(self) -> list[WorkerTrace]:
         return [one for one in self._present.values() if one.problem is None and one.has_begun]
