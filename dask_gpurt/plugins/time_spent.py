@@ -1,11 +1,13 @@
 """Seconds and bytes of workers by what they were spent on, from Dask's fine performance metrics.
 
 Dask measures them on every worker, with the runtime or without, and sends them with heartbeats.
-So the sums cost nothing more, and they include workers that left. `tracing.live_rules` judges them.
+So the sums cost nothing more, and they include workers that left. The kernel counts the seconds of
+the scheduler's event loop. `tracing.live_rules` judges all of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,7 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
 
 
 def cluster_spent(dask_scheduler: Scheduler, reports: Iterable[Any] = ()) -> dict[str, float]:
-    """Return the sums over all workers since the scheduler started.
+    """Return the sums over all workers since the scheduler started. Runs on its event loop.
 
     Parameters
     ----------
@@ -88,6 +90,7 @@ def cluster_spent(dask_scheduler: Scheduler, reports: Iterable[Any] = ()) -> dic
         Reports of workers, with what they have not told the scheduler yet.
     """
     sums = spent(dask_scheduler.cumulative_worker_metrics)
+    sums["scheduler_s"] = time.thread_time()
     for report in reports:
         if report and "load" in report:
             for name, more in zip(SPENT, report["load"]["untold"], strict=True):

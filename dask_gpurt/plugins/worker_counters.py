@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from dask_gpurt.plugins.time_spent import cluster_spent, spent, without_untold
+from dask_gpurt.plugins.time_spent import cluster_spent, without_untold
 from dask_gpurt.shuffle.tally import Tally
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ class CounterReceiver:
     def at(scheduler: Scheduler) -> Tally:
         """Register a new tally on a scheduler, replacing that of an earlier activation."""
         tally = Tally()
-        so_far = spent(scheduler.cumulative_worker_metrics)
-        scheduler.extensions[EXTENSION] = CounterReceiver(tally, so_far)
+        scheduler.extensions[EXTENSION] = CounterReceiver(tally, cluster_spent(scheduler))
         return tally
 
     def heartbeat(self, ws: Any, said: Any) -> None:

@@ -34,6 +34,9 @@ SMALL_NBYTES = 1_000_000
 MOST_PARTITION_S = 0.01
 #: Fewer partitions than this for each thread are not too many, however small.
 FEW_PARTITIONS = 8
+#: Share of a period from which on a busy scheduler limits it, where threads worked less than this.
+SCHEDULING_SHARE = 0.6
+IDLE_SHARE = 0.5
 #: Processors that a worker uses at a time, on average, if its threads wait for one lock.
 ONE_AT_A_TIME = (0.7, 1.3)
 
@@ -246,6 +249,25 @@ def _processors(facts: LiveFacts) -> Bottleneck | None:
     return None
 
 
+def _scheduler_bound(facts: LiveFacts) -> Bottleneck | None:
+    if not facts.wall_s:
+        return None
+    # Tiny tasks spend most of their seconds on their way to a thread and back: no work of theirs.
+    running_s = facts.spent["cpu_s"] + facts.spent["noncpu_s"]
+    busy_s, share = facts.spent["scheduler_s"], running_s / facts.threads / facts.wall_s
+    if busy_s < SCHEDULING_SHARE * facts.wall_s or share >= IDLE_SHARE:
+        return None
+    return Bottleneck(
+        "scheduler-bound",
+        f"the scheduler's event loop was busy {min(busy_s / facts.wall_s, 1):.0%} of "
+        f"{facts.wall_s:.1f} s, and {count_text(facts.threads, 'thread')} worked {share:.0%}",
+        "Make fewer, larger tasks: those of 0.1 s and more hide the scheduler's work. Keep large "
+        "values out of the graph.",
+        "",
+        min(busy_s, facts.wall_s * (1 - share)),
+    )
+
+
 def _restarts(facts: LiveFacts) -> Bottleneck | None:
     last: dict[str, int] = {}
     for one in facts.shuffles:
@@ -311,6 +333,7 @@ RULES: dict[str, Callable[[LiveFacts], Bottleneck | None]] = {
     "memory-wait": _memory_wait,
     "back-pressure": _back_pressure,
     "processors": _processors,
+    "scheduler-bound": _scheduler_bound,
     "restarts": _restarts,
     "stock-shuffle": _stock_shuffle,
     "no-shuffle": _no_shuffle,

@@ -34,6 +34,9 @@ def bottlenecks(facts: LiveFacts) -> list[Bottleneck]:
     if {one.rule for one in kept} & {"slow-link", "skew", "spill"}:
         # These are why peers are slow.
         kept = [one for one in kept if one.rule != "back-pressure"]
+    if "small-messages" in {one.rule for one in kept}:
+        # They are why the scheduler is busy.
+        kept = [one for one in kept if one.rule != "scheduler-bound"]
     return sorted(kept, key=lambda one: -1.0 if one.saves_s is None else one.saves_s, reverse=True)
 
 

@@ -18,7 +18,7 @@ from distributed import Client
 import dask_gpurt
 from benchmarks import hosts
 from dask_gpurt.command.judge import verdict
-from dask_gpurt.tracing import live_verdict
+from dask_gpurt.tracing import live_rules, live_verdict
 from tests.conftest import stock_client
 from tests.integration.memory_cluster import MIB, cluster
 from tests.thoroughness import only_if_all
@@ -140,6 +140,20 @@ def test_one_thread_leaves_processors_free(
     said = capsys.readouterr().err
     assert "processors (up to " in said
     assert f"on hosts with {CPU_COUNT} processors" in said
+
+
+def test_the_scheduler_limits_tiny_tasks(
+    any_savings: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How many processors the scheduler gets beside its workers is a matter of the machine.
+    monkeypatch.setattr(live_rules, "SCHEDULING_SHARE", 1e-3)
+    with stock_client(2) as client:
+        dask_gpurt.enable(client)
+        with dask_gpurt.progress(client):
+            client.gather(client.map(int, range(1_000)))
+    said = capsys.readouterr().err
+    assert "scheduler-bound (up to " in said
+    assert "the scheduler's event loop was busy " in said
 
 
 def busy(number: int) -> float:

@@ -41,6 +41,7 @@ def test_metrics_of_workers_and_schedulers_add_up() -> None:
         "disk_s": 8.0,
         "shards_read_s": 64.0,
         "room_s": 16.0,
+        "scheduler_s": 0.0,  # only the scheduler knows
         "fetch_s": 0.5,
         "moved_nbytes": 700,
         "written_nbytes": 33,

@@ -91,6 +91,7 @@ PLANTED = {
         HEALTHY, shuffles=[run(seconds={**run()["seconds"], "held_back": 40.0})]
     ),
     "processors": replace(HEALTHY, n_cores=32),
+    "scheduler-bound": replace(HEALTHY, spent=spent(scheduler_s=26.0), wall_s=30.0),
     "restarts": replace(HEALTHY, shuffles=[run(), run(run=2)], wall_s=21.0),
     "stock-shuffle": replace(
         HEALTHY,
@@ -140,6 +141,19 @@ def test_slow_peers_are_not_named_beside_their_cause() -> None:
     held = {**run()["seconds"], "held_back": 80.0}
     slow = run(longest_sender=LINK, lasted_s=22.0, cpu_s=64.0, seconds=held)
     assert [one.rule for one in bottlenecks(replace(HEALTHY, shuffles=[slow]))] == ["slow-link"]
+
+
+@pytest.mark.parametrize("amounts", [{"scheduler_s": 15.0}, {"task_s": 150.0, "cpu_s": 150.0}])
+def test_a_busy_scheduler_limits_only_idle_threads(amounts: Any) -> None:
+    found = replace(HEALTHY, spent=spent(**{"scheduler_s": 26.0, **amounts}), wall_s=30.0)
+    assert "scheduler-bound" not in [one.rule for one in bottlenecks(found)]
+
+
+def test_tiny_partitions_are_named_without_the_scheduler() -> None:
+    busy = spent(scheduler_s=55.0)
+    assert [one.rule for one in bottlenecks(replace(PLANTED["small-messages"], spent=busy))] == [
+        "small-messages"
+    ]
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, 5e9])
