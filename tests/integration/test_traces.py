@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 from collections import Counter
+from unittest import mock
 
 import dask
 import pytest
@@ -196,6 +197,33 @@ async def test_a_client_that_goes_away_ends_its_trace(c, s, *workers):
 async def until(is_true):
     while not is_true():
         await asyncio.sleep(0.01)
+
+
+@gen_cluster(client=True, nthreads=TWO, config=ON)
+async def test_a_client_that_goes_away_before_the_begin(c, s, *workers):
+    may_tell, register = asyncio.Event(), s.register_worker_plugin
+
+    async def told_late(*arguments, **more):
+        await may_tell.wait()
+        return await register(*arguments, **more)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(s, "register_worker_plugin", told_late),
+    ):
+        other = await Client(s.address, asynchronous=True)
+        entering = asyncio.ensure_future(dask_gpurt.trace(other, f"{folder}/1.json").__aenter__())
+        await asyncio.wait_for(until(lambda: TRACE in s.extensions), 30)
+        session = s.extensions[TRACE]
+        await asyncio.wait_for(until(lambda: session._telling is not None), 30)
+        await other.close()
+        await asyncio.wait_for(until(lambda: session._closing is not None), 30)
+        may_tell.set()
+        await session._closing
+        await asyncio.wait({entering}, timeout=30)
+        assert entering.exception() is not None
+        nothing_is_left(s, *workers)
+        assert "gpurt-trace-clocks" not in [one.get_name() for one in asyncio.all_tasks()]
 
 
 @gen_cluster(client=True, nthreads=TWO, config=ON)

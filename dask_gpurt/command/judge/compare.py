@@ -163,6 +163,12 @@ def _goes_on(pairs: Pairs, turn: Turn, is_stock: bool) -> bool:
                 "gpurt.enabled to false where its scheduler starts"
             )
             pairs.code = _NOT_COMPARED
+        elif not turn.report:
+            pairs.problem = (
+                f"it told nothing of its turn on {_STOCK if is_stock else _ENABLED}: a program "
+                "that ends with `os._exit`, or becomes another one, cannot be measured"
+            )
+            pairs.code = _NOT_COMPARED
         return not pairs.problem
     name = _STOCK if is_stock else _ENABLED
     said = "\n".join(turn.error)

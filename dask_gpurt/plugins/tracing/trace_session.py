@@ -130,7 +130,7 @@ class TraceSession(SchedulerPlugin):
         try:
             await self._start_workers()
         except BaseException:
-            await self._close()
+            await self._closed()
             raise
 
     async def _start_workers(self) -> None:
@@ -144,6 +144,9 @@ class TraceSession(SchedulerPlugin):
         self._telling.add_done_callback(lambda task: task.cancelled() or task.exception())
         # A worker with a blocked event loop begins later.
         await asyncio.wait({self._telling}, timeout=_BEGIN_S)
+        if self._closing is not None:
+            # distributed would keep this plugin, and nothing would end it.
+            raise TracingError(f"client {self.client} has left")
         self._clocks.begin(self._recording)
         self.has_begun = True
         self._begins_now()
@@ -325,6 +328,10 @@ class TraceSession(SchedulerPlugin):
     async def gpurt_trace_close(self, trace: str) -> None:
         """Handler: end the trace and remove all files."""
         self._check(trace)
+        await self._closed()
+
+    async def _closed(self) -> None:
+        """Close this once, whoever asks; wait for it."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -333,9 +340,9 @@ class TraceSession(SchedulerPlugin):
         scheduler = self.scheduler
         self.ended_s = self.ended_s or perf_counter()
         self._clocks.stop()
-        for name, handler in self._handlers.items():
-            if scheduler.handlers.get(name) == handler:
-                del scheduler.handlers[name]
+        # Workers that are being told to begin still say when they did.
+        begun = self.gpurt_trace_begun.__name__
+        self._remove_handlers(*(self._handlers.keys() - {begun}))
         if scheduler.plugins.get(self.name) is self:
             scheduler.remove_plugin(self.name)
         try:
@@ -347,10 +354,16 @@ class TraceSession(SchedulerPlugin):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(removing(), _ANSWER_S)
         finally:
+            self._remove_handlers(begun)
             # Only now may another trace begin: workers would refuse a second recorder.
             if scheduler.extensions.get(TRACE) is self:
                 del scheduler.extensions[TRACE]
             await asyncio.to_thread(self._remove_files)
+
+    def _remove_handlers(self, *names: str) -> None:
+        for name in names:
+            if self.scheduler.handlers.get(name) == self._handlers[name]:
+                del self.scheduler.handlers[name]
 
     def _remove_files(self) -> None:
         self._recorder.close()

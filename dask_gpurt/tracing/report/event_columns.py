@@ -35,7 +35,8 @@ MESSAGE, RELAYED = "message", "relayed"
 STREAMED = frozenset({"comm", "tcp", "tls", "ws", "wss"})
 
 #: The part of a key after its prefix: numbers, hashes, and what follows in a tuple.
-_SUFFIX = re.compile(r"(?:-[0-9a-f]{6,}(?:-[0-9a-f]+)*|-\d+|'.*|,.*)+$")
+# A part can match in one way only: other patterns take exponential time for long keys.
+_SUFFIX = re.compile(r"(?:-(?:[0-9a-f]{6,}(?:-[0-9a-f]+)*+|\d{1,5}(?![0-9a-f])))*+(?:[',].*)?$")
 
 
 def prefix_of(key: str) -> str:

@@ -63,6 +63,14 @@ def test_a_shuffle_is_compared_on_both_sides(shell: Shell) -> None:
     assert "pair 1 of 1: stock Dask: " in outcome.err
 
 
+def test_a_program_that_cannot_be_measured_is_a_problem(shell: Shell) -> None:
+    shell.write("script.py", "import os\nprint('done', flush=True)\nos._exit(0)\n")
+    outcome, found = compared(shell, "script.py")
+    assert outcome.code == 2, outcome.err
+    assert "ends with `os._exit`" in found["problem"]
+    assert "Traceback" not in outcome.err
+
+
 @only_if_all
 def test_text_has_the_ratio_and_its_spread(shell: Shell) -> None:
     shell.write("package/__init__.py", "")

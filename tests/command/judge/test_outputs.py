@@ -36,6 +36,7 @@ from dask_gpurt.command.judge.outputs import (
         ("a\n", "a\nb\n", DIFFERENT),
         ("10000000000", "10000000001", DIFFERENT),
         ("faces 1", "facade 1", DIFFERENT),
+        ("std 1.290994\nmin 1.0", "std 777.00\nmin 1.0", DIFFERENT),
     ],
 )
 def test_the_kind_of_difference_is_named(stock: str, enabled: str, kind: str) -> None:
