@@ -59,7 +59,8 @@ environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed 
 # The slow, process-heavy tests run once, on the oldest version; what touches private names of
 # dask and distributed, and every shuffle, runs on both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	    --ignore tests/test_architecture.py tests
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" \

@@ -86,7 +86,8 @@ def test_command_line_processes_print_nothing_more(tmp_path, bare_python):
     for python in (sys.executable, bare_python):
         (folder := tmp_path / f"run{len(said)}").mkdir()
         with command_line_cluster(folder) as cluster:
-            cluster.scheduler(python=python)
+            # Dask logs when it removes old files from the system's folder.
+            cluster.scheduler(python=python, DASK_TEMPORARY_DIRECTORY=str(folder))
             cluster.worker(python=python, DASK_TEMPORARY_DIRECTORY=str(folder))
             client = run_program(OF_A_CLIENT, directory=folder, python=python)
         assert client.stdout == "3\n", client.stderr
