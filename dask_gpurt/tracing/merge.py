@@ -143,8 +143,8 @@ def merged(
     scheduler, workers
         The scheduler is process 0 of the trace, the workers follow.
     began_s, ended_s
-        Begin and end of the trace on the scheduler's clock. What began before, or ended after, is
-        left out: its other half may not have been recorded.
+        Begin and end of the trace on the scheduler's clock. Work that began before, or ended after,
+        is left out: its other half may not have been recorded. Tasks are cut off there.
     """
     wall_s = max(ended_s - began_s, 0.0)
     every = [_Events(scheduler, began_s, is_scheduler=True)]
@@ -212,6 +212,8 @@ class _TaskRun:
     end_s: float = 0.0
     #: Row among the worker's records; None if there is none.
     row: _Row | None = None
+    #: Whether the scheduler saw the run end. If not, it counts if the worker recorded it.
+    is_seen: bool = True
 
 
 def _tasks(every: list[_Events], by_address: dict[str, int]) -> list[_TaskRun]:
@@ -225,7 +227,8 @@ def _tasks(every: list[_Events], by_address: dict[str, int]) -> list[_TaskRun]:
             ready_s = row.start_s - row.message / 1e6
             shown = texts[row.path]
             times = ready_s, row.start_s, row.end_s
-            runs[row.key] = _TaskRun(row.key, process, shown, *times, row.nbytes)
+            made = _TaskRun(row.key, process, shown, *times, row.nbytes, is_seen=not row.n)
+            runs[row.key] = made
     for row in scheduler.rows(records.TIMES):
         if (run := runs.get(row.key)) is not None:
             run.start_s, run.end_s = row.start_s, row.end_s
@@ -271,16 +274,34 @@ def _number_tasks(
         if run.row is not None:
             run.start_s, run.end_s = run.row.start_s, run.row.end_s
             run.here_s = run.start_s - run.row.message / 1e6
+            thread = every[run.process].texts[run.row.thread]
+            run.thread = int(thread) if thread.isdecimal() else run.thread
         # The scheduler's times hold: what the worker did lies between them.
         run.end_s = min(max(run.end_s, run.assigned_s), run.known_s)
         run.start_s = min(max(run.start_s, run.assigned_s), run.end_s)
         run.here_s = min(max(run.here_s, run.assigned_s), run.start_s)
-    inside = {run.number for run in runs if run.known_s >= 0 and run.start_s <= wall_s}
+    inside = {
+        run.number
+        for run in runs
+        if run.known_s >= 0 and run.start_s <= wall_s and (run.is_seen or run.row is not None)
+    }
     for run in runs:
         if run.number in inside:
             of_hash[run.process][run.hash].append((run.assigned_s, run.number))
             needs = tuple(one for one in run.needs if one in inside)
-            times = run.ready_s, run.assigned_s, run.here_s, run.start_s, run.end_s, run.known_s
+            # Of a task that ran before the trace or after it, the part inside counts.
+            ready_s, assigned_s, here_s, start_s, end_s, known_s = (
+                min(max(one, 0.0), wall_s)
+                for one in (
+                    run.ready_s,
+                    run.assigned_s,
+                    run.here_s,
+                    run.start_s,
+                    run.end_s,
+                    run.known_s,
+                )
+            )
+            times = ready_s, assigned_s, here_s, start_s, end_s, known_s
             trace.tasks.append(
                 TaskTimes(run.number, run.key, run.process, needs, *times, run.nbytes, run.thread)
             )

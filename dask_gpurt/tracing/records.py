@@ -163,13 +163,19 @@ class RecordEncoder:
         assigned_s: float,
         known_s: float,
         nbytes: int,
+        *,
+        is_seen: bool = True,
     ) -> None:
-        """Add a run of a task, as the scheduler saw it."""
+        """Add a run of a task, as the scheduler saw it.
+
+        A run that it did not see end failed, was given up, or goes on. It counts if its worker
+        recorded it.
+        """
         early = microseconds(assigned_s - ready_s)
         path, peer = self.text(shown), self.text(worker)
         self._records += _RECORD.pack(
             ASSIGNED,
-            0,
+            0 if is_seen else 1,
             0,
             0,
             0,

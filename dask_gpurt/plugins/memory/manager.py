@@ -40,6 +40,7 @@ from dask_gpurt.plugins.patches.p2p import context_meter, event_loop
 from dask_gpurt.plugins.patches.task_order import TaskOrder
 from dask_gpurt.plugins.shielding import in_a_thread
 from dask_gpurt.plugins.shuffle.fine_metrics import read_inputs
+from dask_gpurt.plugins.tracing.ledger_hook import enter_phase
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -245,8 +246,10 @@ class ManagedMemory:
     ) -> bool:
         """Wait until a task is admitted; return False if it lost inputs or was cancelled."""
         # The wait counts as time of the task; the lanes report their own seconds separately.
-        with context_meter.meter("disk-read" if spilled else "memory-room"):
+        name, start_s = "disk-read" if spilled else "memory-room", self._owners.ledger.clock()
+        with context_meter.meter(name):
             lost = await begun
+        enter_phase(self._owners.ledger, name, start_s, key=key)
         if lost or worker_memory.is_cancelled(self._worker, key):
             return False
         read_inputs("disk-read", spilled)
@@ -254,8 +257,7 @@ class ManagedMemory:
 
     def _learn(self, group: str, key: Any, claim: Claim, event: Any) -> None:
         """Learn sizes from a finished task, and enter it into the ledger."""
-        result = worker_memory.result_of(event)
-        if result is None:
+        if (result := worker_memory.result_of(event)) is None:
             return
         value, nbytes, took_s = result
         self._sizes.learn(group, nbytes, self._top_level_of(value))

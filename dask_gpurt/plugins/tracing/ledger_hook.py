@@ -92,10 +92,13 @@ async def entered(
     return sent
 
 
-def enter_phase(ledger: Ledger, phase: str, start_s: float, run: int) -> None:
-    """Record a part of a shuffle that a task has just done. Only traces have these entries."""
+def enter_phase(ledger: Ledger, phase: str, start_s: float, run: int = 0, key: Any = None) -> None:
+    """Record what a task has just done or waited for. Only traces have these entries.
+
+    Without a key, this runs in the thread of the task.
+    """
     if (record := ledger.recorder) is not None:
-        key = getattr(thread_state, "key", None)
+        key = getattr(thread_state, "key", None) if key is None else key
         record(LedgerEntry(PHASE, phase, 0, start_s, ledger.clock(), run=run, key=key))
 
 

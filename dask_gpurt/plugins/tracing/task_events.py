@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
 
 _BARRIER = "shuffle-barrier-"
+#: Longer than any task waits.
+_LONG_S = 1e7
 #: Most barriers that are remembered, to notice those that run again.
 _MOST_BARRIERS = 10_000
 
@@ -25,13 +27,18 @@ class TaskEvents:
 
     def __init__(self, scheduler: Scheduler, recorder: EventRecorder) -> None:
         self._scheduler, self._recorder = scheduler, recorder
-        #: By key: when all inputs were in memory, and when a worker was told.
+        #: By key: when all inputs were in memory; when a worker was told, and its address.
         self._ready: dict[Any, float] = {}
-        self._assigned: dict[Any, float] = {}
+        self._assigned: dict[Any, tuple[float, str]] = {}
         #: By key: number of the newest run.
         self._numbers: dict[Any, int] = {}
         self._n = 0
         self._barriers: set[str] = set()
+        # Workers have these already, and may have begun: nobody knows since when.
+        now_s = perf_counter() - _LONG_S
+        for worker in scheduler.workers.values():
+            for task in worker.processing:
+                self._assigned[task.key] = now_s, worker.address
 
     def instant(self, name: str, detail: str = "", at_s: float | None = None) -> None:
         """Record that something happened, by default now."""
@@ -42,7 +49,8 @@ class TaskEvents:
         """Note a step of a task."""
         if finish == "processing":
             now_s = perf_counter()
-            self._assigned[key] = now_s
+            worker = self._scheduler.tasks[key].processing_on
+            self._assigned[key] = now_s, worker.address if worker is not None else ""
             if start == "waiting":
                 self._ready[key] = now_s
         elif start == "waiting" and finish in ("queued", "no-worker"):
@@ -53,6 +61,8 @@ class TaskEvents:
             if isinstance(key, str) and key.startswith(_BARRIER):
                 self._barrier_waits(key)
         elif finish in ("released", "erred", "forgotten"):
+            if start == "processing" and key in self._assigned:
+                self._ended_unseen(key)
             self._ready.pop(key, None)
             self._assigned.pop(key, None)
             if finish == "forgotten":
@@ -64,17 +74,44 @@ class TaskEvents:
         elif len(self._barriers) < _MOST_BARRIERS:
             self._barriers.add(key)
 
+    def note_running(self, before_s: float) -> None:
+        """Record the tasks that workers got before this time and have not finished."""
+        for key, (assigned_s, _) in [*self._assigned.items()]:
+            task = self._scheduler.tasks.get(key)
+            if task is not None and task.processing_on is not None and assigned_s <= before_s:
+                # Another worker may have taken the task over.
+                self._assigned[key] = assigned_s, task.processing_on.address
+                self._ended_unseen(key)
+
+    def _ended_unseen(self, key: Any) -> None:
+        """Record a run of which only its worker may know when it began and ended."""
+        known_s = perf_counter()
+        assigned_s, worker = self._assigned[key]
+        ready_s = self._ready.get(key, assigned_s)
+        needed = self._needed(key)
+        self._n += 1
+        number, recorder = self._n, self._recorder
+
+        def encode(encoder: RecordEncoder) -> None:
+            times = ready_s, assigned_s, known_s
+            encoder.assigned(number, recorder.shown(key), worker, *times, 0, is_seen=False)
+            encoder.times(number, key_hash(key), known_s, known_s, known_s, 0)
+            encoder.needs(number, needed)
+
+        recorder.add(encode)
+
+    def _needed(self, key: Any) -> list[int]:
+        task, numbers = self._scheduler.tasks.get(key), self._numbers
+        return [numbers[one.key] for one in task.dependencies if one.key in numbers] if task else []
+
     def _finished(self, key: Any, facts: dict[str, Any]) -> None:
         known_s = perf_counter()
-        assigned_s = self._assigned.pop(key, known_s)
+        assigned_s, _ = self._assigned.pop(key, (known_s, ""))
         ready_s = self._ready.pop(key, assigned_s)
         task = self._scheduler.tasks.get(key)
-        numbers = self._numbers
-        needed = (
-            [numbers[one.key] for one in task.dependencies if one.key in numbers] if task else []
-        )
+        needed = self._needed(key)
         self._n += 1
-        number = numbers[key] = self._n
+        number = self._numbers[key] = self._n
         nbytes = task.get_nbytes() if task is not None else 0
         worker = facts.get("worker") or ""
         # Dask has its times on its own clock.

@@ -239,6 +239,8 @@ class TraceSession(SchedulerPlugin):
                 for one in recording:
                     group.create_task(self._end_worker(one))
             await self._await_files()
+            # Only now: workers have said until when these ran.
+            self._tasks.note_running(self.ended_s)
             for one in self._workers:
                 if one.left_s is not None:
                     self._tasks.instant(

@@ -63,7 +63,10 @@ class TracedWorker:
         #: Bytes of the file that the scheduler has got at the worker's close.
         self._n_handed = 0
         #: By key of a task: when its inputs were here, and the delay in Dask's times of its run.
-        self._here: dict[Any, float] = {}
+        now_s, tasks = perf_counter(), worker.state.tasks
+        self._here: dict[Any, float] = {
+            key: now_s for key, task in tasks.items() if task.state in ("ready", "constrained")
+        }
         self._delays: dict[Any, float] = {}
         self._is_over = False
         handlers = (self.gpurt_trace_clock, self.gpurt_trace_end, self.gpurt_trace_part)
@@ -124,21 +127,33 @@ class TracedWorker:
         if not runs:
             return
         start_s, end_s = (to_here_s + runs[-1][name] for name in ("start", "stop"))
-        encode = partial(
-            self._encode_run, key, min(here_s or start_s, start_s), start_s, end_s, finish
-        )
-        self.recorder.add(encode)
+        thread = self._worker.threads.get(key, 0)
+        times = min(here_s or start_s, start_s), start_s, end_s
+        self.recorder.add(partial(self._encode_run, key, times, thread, finish))
+
+    def _tasks_go_on(self) -> None:
+        """Record the tasks that run now, as if they ended."""
+        now_s = perf_counter()
+        to_here_s = clock_later_s(perf_counter, time, _N_COMPARISONS)
+        threads = {key: thread for thread, key in [*self._worker.active_threads.items()]}
+        for key in [*self._worker.active_keys]:
+            task = self._worker.state.tasks.get(key)
+            if task is None or task.start_time is None:
+                continue
+            start_s = min(task.start_time + to_here_s, now_s)
+            times = min(self._here.get(key, start_s), start_s), start_s, now_s
+            self.recorder.add(partial(self._encode_run, key, times, threads.get(key, 0), ""))
 
     def _encode_run(
         self,
         key: Any,
-        here_s: float,
-        start_s: float,
-        end_s: float,
+        times: tuple[float, float, float],
+        thread: int,
         finish: str,
         encoder: RecordEncoder,
     ) -> None:
-        encoder.task_run(self.recorder.key_number(key), here_s, start_s, end_s)
+        here_s, start_s, end_s = times
+        encoder.task_run(self.recorder.key_number(key), here_s, start_s, end_s, thread)
         if finish == "error":
             encoder.instant("task failed", end_s, self.recorder.shown(key))
 
@@ -228,6 +243,7 @@ class TracedWorker:
         if not self._is_over:
             self._is_over = True
             self._timer.cancel()
+            self._tasks_go_on()
             if self._ledger is not None:
                 self._ledger.recorder = None
             self._counted = since(self._counted_before, self._counters())

@@ -149,8 +149,8 @@ def chain(
 def _last_before(
     time_s: float, ends_s: np.ndarray, by_end: np.ndarray, seen: set[int]
 ) -> int | None:
-    """Return the task whose result was known last before a time, unless it was seen."""
+    """Return the task whose result was known last before a time, of those that were not seen."""
     i = int(np.searchsorted(ends_s, time_s, side="right")) - 1
-    if i < 0 or int(by_end[i]) in seen:
-        return None
-    return int(by_end[i])
+    while i >= 0 and int(by_end[i]) in seen:
+        i -= 1
+    return int(by_end[i]) if i >= 0 else None

@@ -24,11 +24,12 @@ MEMORY = "waiting for memory"
 DISK = "reading from disk"
 THREAD = "waiting for a free thread"
 WORKER = "event loops of workers"
+HELD = "held by its worker"
 SCHEDULER = "scheduler"
 CLIENT = "client"
 
-#: A worker with a free thread and all inputs takes at most this long to start a task, unless memory
-#: is short. On busy processors its event loop takes long, too.
+#: A worker with a free thread and all inputs takes at most this long to start a task. Longer, it
+#: holds the task back: it is paused, or others have the resource. A busy event loop is slow, too.
 PROMPT_S = 0.25
 #: Events of the same moment, on two clocks, are at most this far apart.
 _SAME_S = 0.01
@@ -205,7 +206,8 @@ class TaskStories:
         room_s = self._coverage("room", self._making_room, process).between(here_s, now_s)
         idle_s = now_s - here_s - crowded_s
         parts = [(THREAD, "", crowded_s), (DISK, "", min(read_s, idle_s))]
-        back.divide(here_s, parts, MEMORY if room_s > 0 or idle_s > PROMPT_S else WORKER)
+        rest = MEMORY if room_s > 0 else HELD if idle_s > PROMPT_S else WORKER
+        back.divide(here_s, parts, rest)
         return is_held
 
     def _until_here(self, i: int, back: Backwards) -> None:

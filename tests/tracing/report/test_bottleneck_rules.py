@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
+from dask_gpurt.tracing.events import PHASE, Instant, LinkFacts, Sample
 from dask_gpurt.tracing.report.rules.processor_rules import processors
 from dask_gpurt.tracing.report.rules.task_rules import TASK_RULES
 from dask_gpurt.tracing.report.rules.transfer_rules import TRANSFER_RULES
@@ -16,6 +16,7 @@ from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
     DISK,
+    HELD,
     MEMORY,
     NETWORK,
     PEER,
@@ -225,6 +226,15 @@ def waits_for_memory() -> MadeTrace:
     for process in range(4):
         for thread in range(2):
             made.task("merge", process, 4.0, 7.0, 9.0, thread=thread, here_s=4.0)
+            made.work(process, PHASE, "memory-room", 4.0, 7.0)
+    return made
+
+
+def others_have_the_resource() -> MadeTrace:
+    made = four_workers()
+    even_work(made, 4.0)
+    for process in range(4):
+        made.task("train", process, 4.0, 7.0, 9.0, here_s=4.0)
     return made
 
 
@@ -353,6 +363,13 @@ def test_compression_is_proposed_only_where_it_is_off(about):
     made = uncompressed()
     made.trace.about = about
     assert "compression" not in [one.rule for one in report_of(made.trace).bottlenecks]
+
+
+def test_memory_is_named_only_where_something_waited_for_it():
+    report = report_of(others_have_the_resource().trace)
+    assert report.path.seconds(MEMORY) == 0.0
+    assert report.path.seconds(HELD) == pytest.approx(3.0)
+    assert "memory-wait" not in [one.rule for one in report.bottlenecks]
 
 
 def test_a_hot_key_does_not_make_a_worker_slow():

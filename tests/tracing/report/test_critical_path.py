@@ -21,7 +21,7 @@ from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
     COMPUTING,
     DISK,
-    MEMORY,
+    HELD,
     NETWORK,
     PEER,
     SCHEDULER,
@@ -56,7 +56,7 @@ class Drawn:
     needs: frozenset[int]
     lag_ms: int
     fetch_ms: int
-    memory_ms: int
+    held_ms: int
     compute_ms: int
     known_ms: int
 
@@ -128,10 +128,10 @@ def play(
         senders = [j for j in one.needs if drawn[j].process != one.process]
         fetch_ms = one.fetch_ms if senders else 0
         here_ms = assigned_ms + fetch_ms
-        start_ms = here_ms + one.memory_ms
+        start_ms = here_ms + one.held_ms
         chain = [*chain, offset + i]
         parts[SCHEDULER] += one.lag_ms
-        parts[MEMORY if one.memory_ms > 250 else WORKER] += one.memory_ms
+        parts[HELD if one.held_ms > 250 else WORKER] += one.held_ms
         if senders:
             ends = drawn[max(senders)].process, one.process
             link = fetch(made, offset + i, ends, assigned_ms, here_ms)
@@ -182,7 +182,7 @@ def test_the_client_is_between_two_graphs(first, second, think_ms):
 @given(graphs(), st.booleans())
 def test_the_path_goes_over_threads_that_were_taken(drawn, is_queued):
     for one in drawn:
-        one.memory_ms = 0
+        one.held_ms = 0
     made = MadeTrace(*((host, i) for i, host in enumerate(HOSTS)), threads=1)
     check(made, play(drawn, made, Known(100, [], Counter({CLIENT: 100})), 1, is_queued))
 
@@ -270,7 +270,7 @@ def test_reads_in_a_task_and_before_it_are_disk_time():
     made.task("join", 0, 0.0, 1.0, 4.0, here_s=0.0)
     made.work(0, "read", "disk > host", 0.2, 0.9, nbytes=MB, task=-1)
     made.work(0, "read", "disk > shards", 2.0, 2.5, nbytes=MB, task=0)
-    assert parts(path_of(made)) == pytest.approx({COMPUTING: 2.5, DISK: 1.2, MEMORY: 0.3})
+    assert parts(path_of(made)) == pytest.approx({COMPUTING: 2.5, DISK: 1.2, HELD: 0.3})
 
 
 def test_a_thread_taken_by_unknown_work_is_waited_for():
@@ -278,7 +278,7 @@ def test_a_thread_taken_by_unknown_work_is_waited_for():
     made.task("other", 0, 0.0, 0.0, 2.0, thread=1)
     made.task("mine", 0, 0.0, 2.5, 3.0, here_s=0.0, thread=2)
     found = parts(path_of(made))
-    assert found == pytest.approx({THREAD: 2.0, COMPUTING: 0.5, MEMORY: 0.5})
+    assert found == pytest.approx({THREAD: 2.0, COMPUTING: 0.5, HELD: 0.5})
 
 
 def test_an_empty_trace_has_an_empty_path():
@@ -298,6 +298,6 @@ def test_the_summary_names_the_largest_parts():
     made.work(1, FETCH, "fetch", 18.3, 30.3, nbytes=MB, peer="tcp://host2:0", task=1)
     made.task("join", 1, 18.3, 36.3, 37.3, (0,), 18.3, 30.3, 41.2)
     assert report_of(made.trace).headline == (
-        "of 41.2 s: 19.3 s computing, 12.0 s network host2 to host5, 6.0 s waiting for memory, "
+        "of 41.2 s: 19.3 s computing, 12.0 s network host2 to host5, 6.0 s held by its worker, "
         "3.9 s scheduler"
     )

@@ -6,11 +6,13 @@ STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --ink: #1d2125; --faint: #5f6973;
   --rule: #e1e4e6; --card: #ffffff; --accent: #b4470f; --heat: #0f8a6d;
   --computing: #0f8a6d; --network: #d9731a; --receivers: #e0a92e; --memory: #8457b8;
-  --disk: #a3563c; --thread: #4a7fb5; --loop: #b0609c; --scheduler: #c23b5a; --client: #9aa4ad; }
+  --disk: #a3563c; --thread: #4a7fb5; --held: #7f8c3a; --loop: #b0609c;
+  --scheduler: #c23b5a; --client: #9aa4ad; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171a; --ink: #e8eaec;
   --faint: #9aa5ae; --rule: #2c3237; --card: #1b1f23; --accent: #ff9a5c; --heat: #35b893;
   --computing: #35b893; --network: #ef9246; --receivers: #ecc45f; --memory: #ab86da;
-  --disk: #c9826a; --thread: #76a7d8; --loop: #d58cc3; --scheduler: #e66f8a; --client: #6b757e; } }
+  --disk: #c9826a; --thread: #76a7d8; --held: #b3c26a; --loop: #d58cc3;
+  --scheduler: #e66f8a; --client: #6b757e; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
@@ -47,6 +49,7 @@ rect.receivers { fill: var(--receivers); } i.receivers { background: var(--recei
 rect.memory { fill: var(--memory); } i.memory { background: var(--memory); }
 rect.disk { fill: var(--disk); } i.disk { background: var(--disk); }
 rect.thread { fill: var(--thread); } i.thread { background: var(--thread); }
+rect.held { fill: var(--held); } i.held { background: var(--held); }
 rect.loop { fill: var(--loop); } i.loop { background: var(--loop); }
 rect.scheduler { fill: var(--scheduler); } i.scheduler { background: var(--scheduler); }
 rect.client { fill: var(--client); } i.client { background: var(--client); }
