@@ -97,6 +97,9 @@ class TaskStories:
         tasks, work, hops = columns.tasks, columns.work, columns.hops
         self._networks: dict[tuple[float, float, int | None], list[tuple[str, str, float]]] = {}
         self._last: dict[int, int | None] = {}
+        n_threads = sum(map(columns.n_threads, columns.places.workers))
+        #: When all threads of all workers ran tasks.
+        self._all_busy = crowded(tasks.start_s, tasks.end_s, n_threads)
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
         self._held = GroupedRows(work.process, columns.held_back, work.start_s)
@@ -219,8 +222,12 @@ class TaskStories:
         row = self._last_fetch(i, assigned_s, here_s)
         if row is None:
             source = self._elsewhere(i)
-            kind = SCHEDULER if source is None else NETWORK
-            back.to(assigned_s, kind, "" if source is None else self._link(source, process))
+            if source is not None:
+                back.to(assigned_s, NETWORK, self._link(source, process))
+            else:
+                # It may have waited at another worker, until this one took it over.
+                taken_s = self._all_busy.between(assigned_s, here_s)
+                back.divide(assigned_s, [(THREAD, "", taken_s)], SCHEDULER)
             return
         link = self._link(int(hops.sender[row]), process)
         back.to(max(hops.start_s[row], assigned_s), NETWORK, link)

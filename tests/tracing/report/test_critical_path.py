@@ -281,6 +281,16 @@ def test_a_thread_taken_by_unknown_work_is_waited_for():
     assert found == pytest.approx({THREAD: 2.0, COMPUTING: 0.5, HELD: 0.5})
 
 
+def test_a_task_taken_over_had_waited_for_a_thread():
+    made = MadeTrace(("a", 0), ("a", 1), threads=1)
+    made.task("long", 0, 0.0, 0.0, 6.0, thread=1)
+    made.task("short", 1, 0.0, 0.0, 3.5, thread=2)
+    # It was assigned to the first worker at 0.5, and the second one got it from there.
+    made.task("taken", 1, 0.5, 3.5, 7.0, assigned_s=0.5, here_s=3.5, thread=2)
+    found = parts(path_of(made))
+    assert found == pytest.approx({COMPUTING: 3.5, THREAD: 3.0, CLIENT: 0.5})
+
+
 def test_an_empty_trace_has_an_empty_path():
     report = report_of(MadeTrace().trace)
     assert report.path.parts == [] and report.headline == "the trace is empty"
