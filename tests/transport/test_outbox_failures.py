@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from dask_gpurt.errors import ExchangeError
+from dask_gpurt.transport.sending.send_budget import SendBudget
 from tests.transport.outbox_post import Item, Post, Refused, run, settle
 
 # ------------------------------------------------------------------ failure
@@ -25,6 +26,26 @@ def test_failure_is_raised_by_put_and_flush_from_then_on():
             await post.put("b", Item(2))
         await settle()
         assert post.started["b"] == []
+
+    run(scenario)
+
+
+def test_a_failed_outbox_leaves_its_room_to_others():
+    async def scenario():
+        budget = SendBudget(100)
+        failed, other = (Post(budget=budget, changed=None, message_nbytes=10) for _ in range(2))
+        await failed.put("a", *map(Item, range(6)))
+        await failed.until_started("a", 1)
+        failed.refusals["a"] = Refused("a is gone")
+        failed.open("a")
+        await settle()
+        assert budget.used_nbytes == failed.outbox.waiting_nbytes == 0
+        # Before, this waited for the end of the failed run.
+        await other.put("a", Item("large", 90))
+        await failed.outbox.close()
+        assert budget.used_nbytes == 90
+        await other.outbox.close()
+        assert budget.used_nbytes == 0
 
     run(scenario)
 

@@ -216,8 +216,20 @@ class Outbox(Generic[T]):
         with self._changed:
             if not self._closed:
                 self._failure = self._failure or error
+                # Nothing is sent any more, and other outboxes need the room.
+                for peer in self._peers.values():
+                    self._drop_waiting(peer)
             self._changed.notify_all()
         self._end_flushes()
+
+    def _drop_waiting(self, peer: _Peer[T]) -> None:
+        nbytes = peer.queued_nbytes
+        self._n_shards -= len(peer.waiting)
+        self._nbytes -= nbytes
+        peer.nbytes -= nbytes
+        peer.queued_nbytes = 0
+        peer.waiting.clear()
+        self._budget.give_back(nbytes)
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
