@@ -152,8 +152,8 @@ class StoreLevels:
 
     @property
     def chains(self) -> dict[int, tuple[int, ...]]:
-        """The tiers below each top level."""
-        below = tuple(range(len(self.packings), len(self.levels)))
+        """The tiers below each top level that take values: `inherited` only gives them back."""
+        below = tuple(range(len(self.packings), self.inherited_level))
         if self.device is None:
             return {HOST: below}
         return {HOST: below[1:], DEVICE: below}

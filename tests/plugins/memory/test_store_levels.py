@@ -8,7 +8,9 @@ import os
 import tempfile
 
 import pytest
+from distributed.utils_test import gen_cluster
 
+from dask_gpurt.memory.files.inherited import InheritedTier
 from dask_gpurt.plugins.memory.store_levels import parent_directory
 
 
@@ -47,3 +49,17 @@ def test_full_disk_is_kept_since_it_may_have_room_later(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     assert parent_directory(str(tmp_path / "full"), str(tmp_path)) == str(tmp_path / "full")
+
+
+@gen_cluster(
+    nthreads=[("127.0.0.1", 1)],
+    worker_kwargs={"memory_limit": "10 GB"},
+    config={"gpurt.enabled": True},
+)
+async def test_no_value_goes_to_the_tier_that_takes_none(s, a):
+    """With a full disk, each value would be pickled for a tier that always refuses it."""
+    residency = a.data.residency
+    below = {number for chain in residency.chains.values() for number in chain}
+    names = [level.name for level in residency.levels]
+    assert "disk" in {names[number] for number in below}
+    assert names.index(InheritedTier.name) not in below
