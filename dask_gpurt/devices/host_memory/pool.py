@@ -40,11 +40,13 @@ _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 class _Run:
     """Contiguous pages in use. They are freed when the last user releases them."""
 
-    __slots__ = ("address", "n_pages", "used_nbytes", "users")
+    __slots__ = ("address", "lane", "n_pages", "used_nbytes", "users")
 
     def __init__(self, address: int, n_pages: int) -> None:
         self.address = address
         self.n_pages = n_pages
+        #: The lane that fills the run. Without meaning for a run that no lane ever filled.
+        self.lane: Hashable = None
         self.used_nbytes = 0
         #: Number of buffers, plus one while a lane fills the run.
         self.users = 0
@@ -154,6 +156,7 @@ class HostPool:
             if run is not None:
                 self._dead.append(run)
             run = self._filling[lane] = new
+            run.lane = lane
             run.users += 1
         first = run.address + run.used_nbytes
         run.used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -227,6 +230,10 @@ class HostPool:
             except IndexError:
                 return
             run.users -= 1
+            if run.users == 1 and self._filling.get(run.lane) is run:
+                # Only its lane is left. An idle lane would pin the pages until it is closed.
+                del self._filling[run.lane]
+                run.users = 0
             if run.users:
                 continue
             self._used_pages -= run.n_pages
