@@ -90,6 +90,8 @@ class HostPool:
     ) -> None:
         self._pages = source or PrivatePages()
         self._lane_pages = lane_pages
+        #: Most bytes in the pages that one lane fills.
+        self.lane_nbytes = lane_pages * PAGE_NBYTES
         self._keep_pages = max(0, keep_nbytes // PAGE_NBYTES)
         self._lock = threading.Lock()
         self._filling: dict[Hashable, _Run] = {}
@@ -118,7 +120,7 @@ class HostPool:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
-            if nbytes > self._lane_pages * PAGE_NBYTES // 2:
+            if nbytes > self.lane_nbytes // 2:
                 run = self._new_run(-(-nbytes // PAGE_NBYTES))
                 first = run.address
             else:
