@@ -172,6 +172,24 @@ def test_an_open_lane_keeps_no_page_without_buffers(pool, lane):
     assert pages_of(pool) == (0, 3)
 
 
+def test_waste_is_what_no_buffer_uses(pool):
+    assert not pool.wastes_more_than(0)
+    first, second = pool.empty(HALF, lane="a"), pool.empty(HALF // 2, lane="a")
+    large = pool.empty(PAGE_NBYTES + 5)
+    alone = pool.empty_alone(PAGE_NBYTES)
+    wasted = HALF // 2 + PAGE_NBYTES - 5
+    assert pool.wastes_more_than(wasted - 1)
+    assert not pool.wastes_more_than(wasted)
+    del first
+    assert pool.used_nbytes
+    assert pool.wastes_more_than(wasted + HALF - 1)
+    del large
+    pool.close_lane("a")
+    assert not pool.wastes_more_than(HALF + HALF // 2)
+    del second, alone
+    assert not pool.wastes_more_than(0)
+
+
 def test_trimming_returns_the_empty_page_of_an_open_lane(pool):
     buffer = pool.empty(HALF, lane="a")
     pool.trim()
