@@ -61,6 +61,10 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Share of a worker's memory that the pool and the allocator may keep between uses.
 KEEP_SHARE = 0.1
+#: Pages of outgoing shards may waste this share before producers wait, or `LEAST_WASTE_NBYTES`
+#: if that is more. Some waste is normal: threads that cut at the same time share pages.
+WASTE_SHARE = 0.2
+LEAST_WASTE_NBYTES = 64 << 20
 #: How long pooled memory is kept after the last run, in case another run follows.
 IDLE_S = 60.0
 
@@ -98,7 +102,10 @@ class WorkerRuntime:
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes), self.ledger)
         #: Peers that sent messages lately.
         self.senders = RecentSenders(memory_nbytes)
-        self.outgoing_budget = SendBudget(0)
+        most_nbytes = max(LEAST_WASTE_NBYTES, int(WASTE_SHARE * memory_nbytes))
+        self.outgoing_budget = SendBudget(
+            0, lambda: self.links.outgoing.wastes_more_than(most_nbytes)
+        )
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
         self._runs: set[RunLike] = set()

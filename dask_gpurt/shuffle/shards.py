@@ -72,6 +72,8 @@ class ShardStore:
         the I/O.
     empty_at
         Returns memory for merged shards.
+    slots_per_lane
+        Shards share pages if their first slots, divided by this, are equal.
     run_later
         Runs a call that may take long, off the critical path.
     readers
@@ -91,6 +93,7 @@ class ShardStore:
         *,
         on_disk_io: Callable[[str, int], None] | None = None,
         empty_at: merging.EmptyAt = lambda nbytes, slot: fresh(nbytes),
+        slots_per_lane: int = 1,
         run_later: Callable[[Callable[[], None]], object] = lambda call: call(),
         readers: Mapping[int, int] | None = None,
         may_spill: bool = True,
@@ -103,6 +106,7 @@ class ShardStore:
         self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
         self._empty_at = empty_at
+        self._slots_per_lane = slots_per_lane
         self._run_later = run_later
         self._lock = threading.Lock()
         self._spilling = threading.Lock()
@@ -208,7 +212,10 @@ class ShardStore:
     def _victims(self) -> list[Shard]:
         with self._lock:
             resident = [shard for shard in self._shards if shard.is_resident]
-        return sorted(resident, key=lambda shard: shard.first_slot, reverse=True)
+        # Those that share pages go in the order in which they came, so that pages become free. Any
+        # that stays in between would keep a page.
+        n_slots = self._slots_per_lane
+        return sorted(resident, key=lambda shard: shard.first_slot // n_slots, reverse=True)
 
     def _open(self) -> SpillFile:
         """Return the last file if it may grow, or a new one."""

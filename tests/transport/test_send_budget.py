@@ -7,8 +7,17 @@ import threading
 
 import pytest
 
+from dask_gpurt.devices.host_memory.pool import HostPool
 from dask_gpurt.transport.sending.send_budget import SendBudget
-from tests.transport.outbox_post import PATIENCE_S, Item, Post, WatchedCondition, flat, run
+from tests.transport.outbox_post import (
+    PATIENCE_S,
+    Item,
+    Post,
+    WatchedCondition,
+    flat,
+    outbox,
+    run,
+)
 
 MIB = 1 << 20
 
@@ -175,5 +184,79 @@ def test_blocked_producer_does_not_hold_the_lock():
         post.open("a")
         await held_back
         await post.outbox.flush()
+
+    run(scenario)
+
+
+def test_short_memory_holds_producers_back_but_one():
+    is_short = True
+    budget = SendBudget(100, lambda: is_short)
+    assert budget.has_room(10, 0), "each producer gets its turn"
+    budget.take(10)
+    assert not budget.has_room(10, 0)
+    is_short = False
+    assert budget.has_room(10, 0)
+    is_short = True
+    with budget.changed:
+        budget.give_back(10)
+    assert budget.has_room(10, 0)
+
+
+def test_producers_end_while_memory_stays_short():
+    async def scenario():
+        post = Post(budget=SendBudget(1000, lambda: True))
+        names = [f"peer {number}" for number in range(7)]
+        held_back = post.outbox._changed.held_back
+        producers = [
+            asyncio.create_task(post.put(name, *[Item(number) for number in range(5)]))
+            for name in names
+        ]
+        assert await asyncio.to_thread(held_back.acquire, timeout=PATIENCE_S)
+        assert post.outbox.waiting_nbytes == 10
+        post.open(*names)
+        await asyncio.gather(*producers)
+        await post.outbox.flush()
+        assert all(flat(post.arrived[name]) == list(range(5)) for name in names)
+
+    run(scenario)
+
+
+def test_a_slow_peer_does_not_keep_the_pages_of_others():
+    """Each of its shards shares a page with shards that were sent."""
+    pool = HostPool(0, lane_pages=1)
+    most_nbytes = 16 * MIB
+
+    class Cut:
+        def __init__(self):
+            self.buffer = pool.empty(64 << 10, "outgoing")
+            self.nbytes = self.buffer.nbytes
+
+    async def scenario():
+        answer, sent = asyncio.Event(), threading.Semaphore(0)
+
+        async def send(peer, shards):
+            if peer == "slow":
+                await answer.wait()
+            else:
+                sent.release(len(shards))
+
+        changed = WatchedCondition()
+        budget = SendBudget(1000 * MIB, lambda: pool.wastes_more_than(most_nbytes))
+        box = outbox(send, budget=budget, changed=changed)
+
+        def produce():
+            for _ in range(20):
+                for number in range(32):
+                    box.put("fast" if number else "slow", [Cut()])
+                    assert not number or sent.acquire(timeout=PATIENCE_S)
+
+        producer = asyncio.create_task(asyncio.to_thread(produce))
+        try:
+            assert await asyncio.to_thread(changed.held_back.acquire, timeout=PATIENCE_S / 2)
+            assert pool.used_nbytes <= most_nbytes + budget.used_nbytes + 2 * MIB
+        finally:
+            answer.set()
+            await producer
+        await box.close()
 
     run(scenario)

@@ -40,11 +40,13 @@ _pools: weakref.WeakSet[HostPool] = weakref.WeakSet()
 class _Run:
     """Contiguous pages in use. They are freed when the last user releases them."""
 
-    __slots__ = ("address", "n_pages", "used_nbytes", "users")
+    __slots__ = ("address", "lane", "n_pages", "used_nbytes", "users")
 
     def __init__(self, address: int, n_pages: int) -> None:
         self.address = address
         self.n_pages = n_pages
+        #: The lane that fills the run. Without meaning for a run that no lane ever filled.
+        self.lane: Hashable = None
         self.used_nbytes = 0
         #: Number of buffers, plus one while a lane fills the run.
         self.users = 0
@@ -53,20 +55,22 @@ class _Run:
 class _Lease:
     """The owner of a buffer's memory. NumPy refers to it while any view of the buffer is alive."""
 
-    __slots__ = ("__array_interface__", "_dead", "_run")
+    __slots__ = ("__array_interface__", "_dead", "_nbytes", "_run")
 
-    def __init__(self, run: _Run, address: int, nbytes: int, dead: Callable[[_Run], None]) -> None:
+    def __init__(
+        self, run: _Run, address: int, nbytes: int, dead: Callable[[_Run, int], None]
+    ) -> None:
         self.__array_interface__ = {
             "data": (address, False),
             "shape": (nbytes,),
             "typestr": "|u1",
             "version": 3,
         }
-        self._run = run
+        self._run, self._nbytes = run, nbytes
         self._dead = dead
 
     def __del__(self) -> None:
-        self._dead(self._run)
+        self._dead(self._run, self._nbytes)
 
 
 class HostPool:
@@ -88,15 +92,19 @@ class HostPool:
     ) -> None:
         self._pages = source or PrivatePages()
         self._lane_pages = lane_pages
+        #: Most bytes in the pages that one lane fills.
+        self.lane_nbytes = lane_pages * PAGE_NBYTES
         self._keep_pages = max(0, keep_nbytes // PAGE_NBYTES)
         self._lock = threading.Lock()
         self._filling: dict[Hashable, _Run] = {}
         # A deque, because buffers die in any thread, even inside `empty` when the garbage collector
         # runs there. Destructors must not take the lock: the same thread may hold it.
-        self._dead: deque[_Run] = deque()
+        self._dead: deque[tuple[_Run, int]] = deque()
         self._is_trimmed = False
         self._spare: list[int] = []
         self._used_pages = 0
+        #: Bytes of buffers in use.
+        self._live_nbytes = 0
         _pools.add(self)
 
     def empty(self, nbytes: int, lane: Hashable = None) -> Buffer:
@@ -116,12 +124,13 @@ class HostPool:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
-            if nbytes > self._lane_pages * PAGE_NBYTES // 2:
+            if nbytes > self.lane_nbytes // 2:
                 run = self._new_run(-(-nbytes // PAGE_NBYTES))
                 first = run.address
             else:
                 run, first = self._share(nbytes, lane)
             run.users += 1
+            self._live_nbytes += nbytes
         return np.asarray(_Lease(run, first, nbytes, self._die))
 
     def empty_alone(self, nbytes: int) -> Buffer:
@@ -136,6 +145,7 @@ class HostPool:
             self._collect()
             run = self._new_run(n_pages)
             run.users += 1
+            self._live_nbytes += nbytes
         return np.asarray(_Lease(run, run.address, nbytes, self._die))
 
     def _new_run(self, n_pages: int) -> _Run:
@@ -152,8 +162,9 @@ class HostPool:
             # Allocate first: if the system has no pages, the lane keeps its current run.
             new = self._new_run(n_pages)
             if run is not None:
-                self._dead.append(run)
+                self._dead.append((run, 0))
             run = self._filling[lane] = new
+            run.lane = lane
             run.users += 1
         first = run.address + run.used_nbytes
         run.used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -164,7 +175,7 @@ class HostPool:
         with self._lock:
             run = self._filling.pop(lane, None)
             if run is not None:
-                self._dead.append(run)
+                self._dead.append((run, 0))
             self._collect()
 
     def trim(self) -> None:
@@ -207,9 +218,23 @@ class HostPool:
             self._collect()
             return self._used_pages * PAGE_NBYTES
 
-    def _die(self, run: _Run) -> None:
+    def wastes_more_than(self, nbytes: int) -> bool:
+        """Return whether pages in use have more bytes than this that no buffer uses."""
+        # Callers ask for every shard, so a look without the lock comes first. Buffers that died
+        # since the pool was last used are not accounted for there.
+        if self._wasted_nbytes <= nbytes:
+            return False
+        with self._lock:
+            self._collect()
+            return self._wasted_nbytes > nbytes
+
+    @property
+    def _wasted_nbytes(self) -> int:
+        return self._used_pages * PAGE_NBYTES - self._live_nbytes
+
+    def _die(self, run: _Run, nbytes: int) -> None:
         """Note the death of a buffer. The garbage collector calls this in any thread."""
-        self._dead.append(run)
+        self._dead.append((run, nbytes))
         # While the pool is in use, the next request collects. A trimmed pool gets no request, and
         # results that outlive their shuffle would stay resident after they die. So it collects
         # here. It only tries the lock, because this thread may hold it.
@@ -223,10 +248,15 @@ class HostPool:
         """Account for buffers that died. The caller holds the lock."""
         while True:
             try:
-                run = self._dead.popleft()
+                run, nbytes = self._dead.popleft()
             except IndexError:
                 return
+            self._live_nbytes -= nbytes
             run.users -= 1
+            if run.users == 1 and self._filling.get(run.lane) is run:
+                # Only its lane is left. An idle lane would pin the pages until it is closed.
+                del self._filling[run.lane]
+                run.users = 0
             if run.users:
                 continue
             self._used_pages -= run.n_pages

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
-from dask_gpurt.devices.host_memory.pool import Buffer, Tenant
+from dask_gpurt.devices.host_memory.run_memory import RunMemory
 from dask_gpurt.devices.ledger import COMPUTE, WAITING
 from dask_gpurt.errors import (
     DamagedError,
@@ -121,15 +121,20 @@ class ExchangeRun:
         self._plan = plan
         self._sends, self._disk_writes = Writes(), Writes()
         self._disk = DiskEntries(state.ledger, run_id)
+        slots, budget = plan.slots_of_worker.get(worker.address, (0, 0)), state.budget(settings)
+        pools = state.pool, state.links.outgoing
+        self._memory = memory = RunMemory(*pools, slots, budget.limit_nbytes)
+        self.memory_for, self.outgoing_memory = memory.stored, memory.outgoing
         self._store = ShardStore(
             adapter,
-            self._plan.slots_of_worker.get(self.local_address, (0, 0)),
+            slots,
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
-            state.budget(settings),
+            budget,
             state.counters,
             on_disk_io=self._disk_io,
             run_later=self._run_later,
-            empty_at=self.memory_for,
+            empty_at=memory.stored,
+            slots_per_lane=memory.slots_per_lane,
             readers=self._plan.readers_of_slot,
             may_spill=self.id not in state.kept_off_disk,
         )
@@ -150,7 +155,6 @@ class ExchangeRun:
         n_threads = worker.state.nthreads
         self.figures = RunFigures(self.id, run_id, kind, self.start_time, n_threads)
         self._clock = RunClock(self.figures)
-        self._tenant = Tenant()
         state.begin_run(self)
         state.links.transport = settings.transport
         self._spilling = state.lanes.spill
@@ -261,15 +265,6 @@ class ExchangeRun:
                 stays = worker == self.local_address
                 here = partial(self.memory_for, first_slot=a)
                 yield worker, header, here if stays else self.outgoing_memory
-
-    def memory_for(self, nbytes: int, first_slot: int) -> Buffer:
-        """Return memory for a shard that stays here and begins at this slot."""
-        # Shards of the same partitions are freed together, so each slot has a lane of its own.
-        return self._tenant.empty(self._state.pool, nbytes, first_slot)
-
-    def outgoing_memory(self, nbytes: int) -> Buffer:
-        """Return memory for an outgoing shard, where peers of this host can read it."""
-        return self._tenant.empty(self._state.links.outgoing, nbytes, "outgoing")
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()
@@ -462,7 +457,7 @@ class ExchangeRun:
         try:
             self._store.close()
         finally:
-            self._tenant.close()
+            self._memory.close()
 
     def report(self) -> dict[str, Any]:
         """Return a snapshot of the statistics of this run on this worker."""

@@ -8,7 +8,7 @@ Equal shares would need to know the peers that are still to come. The queues are
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 #: A peer may use this many times the free bytes. One slow peer gets two thirds of the budget.
 _THRESHOLD = 2
@@ -23,6 +23,9 @@ class SendBudget:
     ----------
     limit_nbytes
         Bytes that may wait or be in flight.
+    is_memory_short
+        Returns whether memory of shards that were sent is still in use. Shards share pages, so one
+        that waits for a slow peer keeps those of all others on its page.
 
     Attributes
     ----------
@@ -32,9 +35,12 @@ class SendBudget:
         May be changed at any time.
     """
 
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(
+        self, limit_nbytes: int, is_memory_short: Callable[[], bool] = lambda: False
+    ) -> None:
         self.changed = threading.Condition()
         self.limit_nbytes = limit_nbytes
+        self._is_memory_short = is_memory_short
         self._used_nbytes = 0
         self._wanted: dict[Hashable, int] = {}
 
@@ -70,7 +76,7 @@ class SendBudget:
         if not self._used_nbytes:
             return True
         free_nbytes = self.most_nbytes - self._used_nbytes
-        if nbytes > free_nbytes:
+        if nbytes > free_nbytes or self._is_memory_short():
             return False
         return not peer_nbytes or peer_nbytes + nbytes <= _THRESHOLD * free_nbytes
 

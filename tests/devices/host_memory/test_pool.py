@@ -149,14 +149,52 @@ def test_a_page_is_freed_with_its_last_buffer(pool):
     assert pages_of(pool) == (0, 1)
 
 
-def test_the_page_of_an_open_lane_stays_in_use(pool):
-    del_me = pool.empty(HALF, lane="a")
-    address = address_of(del_me)
-    del del_me
+def test_an_open_lane_keeps_a_page_with_a_buffer(pool):
+    first, second = pool.empty(HALF // 2, lane="a"), pool.empty(HALF // 2, lane="a")
+    del first
     assert pages_of(pool) == (1, 0)
-    assert address_of(pool.empty(HALF, lane="a")) == address + HALF
+    assert address_of(pool.empty(HALF, lane="a")) == address_of(second) + HALF // 2
+
+
+@pytest.mark.parametrize("lane", ["a", None])
+def test_an_open_lane_keeps_no_page_without_buffers(pool, lane):
+    """Otherwise, every open lane pins its last pages until its run is closed."""
+    buffers = [pool.empty(HALF, lane) for _ in range(3)]
+    large = pool.empty(PAGE_NBYTES, lane)
+    del buffers
+    assert pages_of(pool) == (1, 2)
+    again = pool.empty(HALF, lane)
+    again[:] = 7
+    pool.close_lane(lane)
+    assert pages_of(pool) == (2, 1)
+    assert (again == 7).all()
+    del again, large
+    assert pages_of(pool) == (0, 3)
+
+
+def test_waste_is_what_no_buffer_uses(pool):
+    assert not pool.wastes_more_than(0)
+    first, second = pool.empty(HALF, lane="a"), pool.empty(HALF // 2, lane="a")
+    large = pool.empty(PAGE_NBYTES + 5)
+    alone = pool.empty_alone(PAGE_NBYTES)
+    wasted = HALF // 2 + PAGE_NBYTES - 5
+    assert pool.wastes_more_than(wasted - 1)
+    assert not pool.wastes_more_than(wasted)
+    del first
+    assert pool.used_nbytes
+    assert pool.wastes_more_than(wasted + HALF - 1)
+    del large
     pool.close_lane("a")
-    assert pages_of(pool) == (0, 1)
+    assert not pool.wastes_more_than(HALF + HALF // 2)
+    del second, alone
+    assert not pool.wastes_more_than(0)
+
+
+def test_trimming_returns_the_empty_page_of_an_open_lane(pool):
+    buffer = pool.empty(HALF, lane="a")
+    pool.trim()
+    del buffer
+    assert pages_of(pool) == (0, 0)
 
 
 def test_a_page_that_is_full_does_not_wait_for_its_lane(pool):
