@@ -76,10 +76,10 @@ class Placement:
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
+        self._failed_moves = FailedMoves(scheduler)
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
-        self._failed_moves = FailedMoves(scheduler)
         self._early_stealing = EarlyStealing(scheduler, self.slowness, self._swap.balance)
 
     @property
@@ -105,11 +105,13 @@ class Placement:
         """Add a worker that joined."""
         self._view.add_worker(ws)
         self._contractions.workers_changed()
+        self._failed_moves.workers_changed()
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""
         self._view.remove_worker(address)
         self._contractions.workers_changed()
+        self._failed_moves.workers_changed()
         self._roots.remove_worker(address)
 
     def describe(self, topology: Topology) -> None:

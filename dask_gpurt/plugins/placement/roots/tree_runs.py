@@ -9,7 +9,7 @@ queued.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,7 @@ from dask_gpurt.plugins.placement.scheduler_view import PlacementView, n_on_thre
 from dask_gpurt.topology.places import path_between
 
 if TYPE_CHECKING:
+    from dask.typing import Key
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -37,7 +38,7 @@ class Leaf(NamedTuple):
     """A leaf of a tree, and the runs of the tree."""
 
     ts: TaskState
-    runs: Runs[Hashable]
+    runs: Runs[Key]
 
 
 class TreeRuns:
@@ -61,7 +62,7 @@ class TreeRuns:
         self._hold = hold
         self._n_free = n_free
         #: By the group of leaves. Runs hold keys: a task that is cancelled must not live on here.
-        self._trees: OrderedDict[str, Runs[Hashable]] = OrderedDict()
+        self._trees: OrderedDict[str, Runs[Key]] = OrderedDict()
         #: The worker that ended a task last: it has a free slot.
         self._last_ended: WorkerState | None = None
 
@@ -183,12 +184,12 @@ class TreeRuns:
             if ws is not last:
                 yield ws
 
-    def _unserved(self, runs: Runs[Hashable]) -> WorkerState | None:
+    def _unserved(self, runs: Runs[Key]) -> WorkerState | None:
         """Return a worker with a free slot that waits for a run."""
         free = islice(self._scheduler.idle_task_count, MAX_OFFERED)
         return next((ws for ws in free if not runs.is_served(ws.address)), None)
 
-    def _takes(self, runs: Runs[Hashable], thief: WorkerState) -> bool:
+    def _takes(self, runs: Runs[Key], thief: WorkerState) -> bool:
         """Let a worker take over half of the longest run that waits, if that pays."""
         # Its second task only waits for the first one. That it is made near its neighbours matters
         # more.
@@ -223,6 +224,6 @@ class TreeRuns:
         path = path_between(self._view.links.places, thief.address, victim.address)
         return path.transfer_s(nbytes)
 
-    def _is_queued(self, key: Hashable) -> bool:
-        ts = self._scheduler.tasks.get(key)  # type: ignore[call-overload]
+    def _is_queued(self, key: Key) -> bool:
+        ts = self._scheduler.tasks.get(key)
         return ts is not None and ts.state == "queued"
