@@ -82,14 +82,9 @@ class FailedMoves:
         """Return whether an input of a task could not be moved."""
         return bool(self._stuck_inputs(ts))
 
-    def could_not_run(self, ts: TaskState, ws: WorkerState | None) -> bool:
-        """Return whether a worker could not get an input of a task, or the task moved already."""
-        stuck = self._stuck_inputs(ts)
-        return bool(stuck) and (
-            ws is None
-            or ts in self._tried
-            or any(ws.address in mark.failed for _, mark in stuck)
-        )
+    def may_try(self, ts: TaskState, ws: WorkerState) -> bool:
+        """Return whether no input of a task is stuck for a worker."""
+        return not any(ws.address in mark.failed for _, mark in self._stuck_inputs(ts))
 
     def workers(self, ts: TaskState) -> set[WorkerState]:
         """Return the workers to try for a task with stuck inputs; empty for any other task."""
