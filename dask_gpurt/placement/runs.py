@@ -137,14 +137,18 @@ class Runs(Generic[T]):
         but
             A worker to leave out.
         """
-        others = (one for one in self._waiting if one != but)
-        address = max(others, key=lambda one: (len(self._waiting[one]), one), default=None)
-        if address is None:
-            return None
-        queue = self._waiting[address] = sorted(
-            one for one in self._waiting[address] if self._is_queued(one.task)
-        )
-        return (address, [one.task for one in queue]) if queue else None
+        while True:
+            others = (one for one in self._waiting if one != but)
+            address = max(others, key=lambda one: (len(self._waiting[one]), one), default=None)
+            if address is None:
+                return None
+            n_before = len(self._waiting[address])
+            queue = self._waiting[address] = sorted(
+                one for one in self._waiting[address] if self._is_queued(one.task)
+            )
+            # Tasks that no longer waited made it look longer: another one may be the longest.
+            if len(queue) == n_before:
+                return (address, [one.task for one in queue]) if queue else None
 
     def take(self, victim: str, address: str) -> None:
         """Give a worker the later half of the tasks that wait for another one."""

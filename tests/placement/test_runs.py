@@ -64,6 +64,22 @@ def test_tasks_that_no_longer_wait_are_left_out():
     assert tree.is_empty
 
 
+def test_the_longest_run_is_found_among_tasks_that_wait():
+    tree = runs(9, gone={0, 1, 2, 3, 4})
+    tree.begin("b", range(6))
+    tree.begin("c", range(6, 9))
+    for number in range(9):
+        tree.wait(number, (number,), number)
+    assert tree.longest("a") == ("c", [6, 7, 8])
+    assert tree.longest("c") == ("b", [5])
+    alone = runs(3, gone={0, 1})
+    alone.begin("b", [0, 1])
+    alone.begin("c", [2])
+    for number in range(3):
+        alone.wait(number, (number,), number)
+    assert alone.longest("a") == ("c", [2])
+
+
 def test_a_new_run_takes_the_waiting_tasks_of_its_leaves():
     tree = runs(4)
     for order, leaf in enumerate("wxyz"):

@@ -76,10 +76,10 @@ class Placement:
         self._roots = RootTasks(scheduler, self._view, self._contractions, clock)
         self._rules, self._last_rule = rules(scheduler, self._view, self._roots)
         self.log = PlacementLog()
+        self._failed_moves = FailedMoves(scheduler)
         for ws in scheduler.workers.values():
             self.add_worker(ws)
         self._swap = DecisionSwap(scheduler, self)
-        self._failed_moves = FailedMoves(scheduler)
         self._early_stealing = EarlyStealing(scheduler, self.slowness, self._swap.balance)
 
     @property
@@ -105,11 +105,13 @@ class Placement:
         """Add a worker that joined."""
         self._view.add_worker(ws)
         self._contractions.workers_changed()
+        self._failed_moves.workers_changed()
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""
         self._view.remove_worker(address)
         self._contractions.workers_changed()
+        self._failed_moves.workers_changed()
         self._roots.remove_worker(address)
 
     def describe(self, topology: Topology) -> None:
@@ -171,8 +173,8 @@ class Placement:
         self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
     ) -> WorkerState | None:
         """Return a worker for a task with inputs; None if no worker may run it."""
-        if only := self._failed_moves.workers(ts):
-            return self._keep(ts, Choice(self._least_busy(only), None), "stuck")
+        if self._failed_moves.has_stuck_input(ts):
+            return self._keep(ts, stocks(self._where_inputs_go(ts, stock(ts))), "stuck")
         if self._is_stock or ts.actor:
             return self._keep(ts, stocks(stock(ts)), "stock")
         valid = self._scheduler.valid_workers(ts)
@@ -189,9 +191,12 @@ class Placement:
             self.log.keep(ts.key, ws.address, choice.reason or reason, choice.stock, choice.costs)
         return ws
 
-    def _least_busy(self, workers: set[WorkerState]) -> WorkerState | None:
-        """Return the least busy of these workers that runs; None if the task has to wait."""
-        running = workers & self._scheduler.running
+    def _where_inputs_go(self, ts: TaskState, stock: WorkerState | None) -> WorkerState | None:
+        """Return a worker that may get the stuck inputs of a task; None if the task has to wait."""
+        only = self._failed_moves.workers(ts)
+        if not only or (stock is not None and self._failed_moves.may_try(ts, stock)):
+            return stock
+        running = only & self._scheduler.running
         return min(running, key=lambda ws: (ws.occupancy, ws.address), default=None)
 
     # ------------------------------------------------------------------ root tasks
@@ -199,8 +204,13 @@ class Placement:
     def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
         """Return a worker for a task without inputs; None if it should stay queued."""
         # Stock Dask also counts tasks with few inputs among these.
-        if only := self._failed_moves.workers(ts):
-            return self._keep(ts, Choice(self._least_busy(only), stock.address), "stuck")
+        if self._failed_moves.has_stuck_input(ts):
+            chosen = self._where_inputs_go(ts, stock)
+            if chosen is None:
+                # All tasks behind it in the queue would wait, too.
+                spare = self._scheduler.idle_task_count
+                chosen = next((ws for ws in spare if self._failed_moves.may_try(ts, ws)), stock)
+            return self._keep(ts, Choice(chosen, stock.address), "stuck")
         chosen = stock if self._is_stock else self._roots.choose(ts, stock)
         if chosen is not None:
             reason = "stock" if chosen is stock else "siblings"
@@ -227,7 +237,7 @@ class Placement:
     ) -> WorkerState | None:
         """Return the worker that may steal a task; None if the task should stay where it is."""
         if self._failed_moves.has_stuck_input(ts):
-            return None
+            return stock if self._failed_moves.may_try(ts, stock) else None
         view, victim = self._view, ts.processing_on
         if self._is_stock or victim is None or ts.actor:
             return stock

@@ -8,10 +8,11 @@ import threading
 import dask
 import pytest
 from distributed import Client, LocalCluster, Scheduler, wait
-from distributed.core import error_message
-from distributed.utils_test import gen_cluster
+from distributed.core import Status, error_message
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.plugins.patches.values.failed_moves import FailedMoves
+from dask_gpurt.plugins.placement.placer import Placement
 
 
 class Unsendable:
@@ -108,3 +109,48 @@ def test_a_task_that_can_run_nowhere_fails(cluster):
     # Workers go on.
     assert client.submit(value_of, one, key="here").result() == 1
     assert client.submit(value_of, other, key="there").result() == 2
+
+
+def fail_moves(s, value, worker):
+    """Report that a value did not reach a worker, as the worker does."""
+    message = {"key": value.key, "worker": worker.address, "stimulus_id": "moved", "run_id": 0}
+    s.stream_handlers["task-erred"](**message, **error_message(TypeError("no")))
+
+
+# Without a memory limit, no monitor ends the pause.
+@gen_cluster(
+    client=True, nthreads=[("127.0.0.1", 1)] * 3, worker_kwargs={"memory_limit": 0}, timeout=15
+)
+async def test_a_paused_holder_does_not_block_the_queue(c, s, a, b, other):
+    placement = Placement(s, "data-aware")
+    value = await c.scatter(1, workers=[a.address], direct=False)
+    (ts,) = s.tasks.values()
+    fail_moves(s, ts, b)
+    a.status = Status.paused
+    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=5)
+    used = c.map(value_of, [value] * 30, range(30), key="used")
+    unrelated = c.map(int, range(30), key="unrelated")
+    assert await c.gather(unrelated) == list(range(30))
+    assert await c.gather(used) == list(range(1, 31))
+    placement.close()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3)
+async def test_a_value_that_moves_is_stuck_no_longer(c, s, a, b, other):
+    patch = FailedMoves(s)
+    value = await c.scatter(1, workers=[a.address], direct=False)
+    user = c.submit(value_of, value, workers=[a.address])
+    await user
+    (ts,) = [one for one in s.tasks.values() if one.key == value.key]
+    user = s.tasks[user.key]
+    fail_moves(s, ts, b)
+    assert patch.workers(user) == {s.workers[a.address]}
+    assert not patch.may_try(user, s.workers[b.address])
+    assert patch.may_try(user, s.workers[other.address])
+    await c.replicate([value], workers=[a.address, other.address], n=2)
+    assert not patch.has_stuck_input(user)
+    fail_moves(s, ts, b)
+    assert patch.has_stuck_input(user)
+    patch.workers_changed()
+    assert not patch.has_stuck_input(user)
+    patch.uninstall()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import weakref
 from collections import Counter
 
 import dask
+import dask.array as da
+import numpy as np
 import pytest
+from distributed import Event
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
@@ -204,3 +210,25 @@ def test_a_run_behind_a_task_that_hardly_ends_is_taken():
     ours = simulate(workload(*tasks), machine, data_aware(machine))
     loads = [run for run in ours.tasks if "load" in run.key and run.key != stuck.key]
     assert max(run.stop_s for run in loads) < 30.0
+
+
+def late(block, event):
+    event.wait()
+    return block
+
+
+@gen_cluster(client=True)
+async def test_tasks_of_a_cancelled_tree_are_let_go(c, s, a, b):
+    placement = Placement(s, "data-aware")
+    event = Event()
+    blocks = da.from_array(np.ones(64), chunks=1).map_blocks(late, event, dtype=float)
+    result = c.compute(blocks.sum(split_every=4))
+    await async_poll_for(lambda: s.queued, timeout=10)
+    queued = weakref.WeakSet(s.queued)
+    (runs,) = placement._roots._trees._trees.values()
+    assert not runs.is_empty
+    await result.cancel()
+    await event.set()
+    await async_poll_for(lambda: not s.tasks, timeout=10)
+    gc.collect()
+    assert not queued

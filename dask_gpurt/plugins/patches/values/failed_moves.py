@@ -8,6 +8,9 @@ with the input, or lets it fail.
 A worker asks for several values in one message. If one of them cannot be moved, the others count as
 *stuck*, too. So a task with stuck inputs on several workers is tried on each of them.
 
+A value is stuck for the workers that could not get it: one may lack a module that others have, or
+may get it later. So a mark ends when the value reaches another worker, and when workers come or go.
+
 | what | why | taken back by |
 |---|---|---|
 | stream handler `task-erred`, `TaskState.who_has`, `.dependents`, `.processing_on` | shows which
@@ -22,8 +25,8 @@ these names.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from distributed.core import error_message
 
@@ -34,12 +37,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dask_gpurt.placement")
 
 
+class _Mark(NamedTuple):
+    """Addresses of the workers that had a stuck value, and of those that could not get it."""
+
+    holders: set[str]
+    failed: set[str]
+
+
 class FailedMoves:
     """The patch of one scheduler, until `uninstall`, with the values that are known to be stuck."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._stuck: WeakSet[TaskState] = WeakSet()
+        self._stuck: WeakKeyDictionary[TaskState, _Mark] = WeakKeyDictionary()
         #: Addresses of workers to which an input of a task could not be moved.
         self._tried: WeakKeyDictionary[TaskState, set[str]] = WeakKeyDictionary()
         self._ours = self._failed
@@ -51,17 +61,34 @@ class FailedMoves:
         if self._scheduler.stream_handlers.get("task-erred") is self._ours:
             self._scheduler.stream_handlers["task-erred"] = self._stock
 
+    def workers_changed(self) -> None:
+        """Forget what is stuck: workers joined or left."""
+        self._stuck.clear()
+
+    def _stuck_inputs(self, ts: TaskState) -> list[tuple[TaskState, _Mark]]:
+        """Return the inputs of a task that are stuck still; forget those that were moved since."""
+        found = []
+        for one in ts.dependencies if self._stuck else ():
+            mark = self._stuck.get(one)
+            if mark is None or not one.who_has:
+                continue
+            if all(ws.address in mark.holders for ws in one.who_has):
+                found.append((one, mark))
+            else:
+                del self._stuck[one]
+        return found
+
     def has_stuck_input(self, ts: TaskState) -> bool:
         """Return whether an input of a task could not be moved."""
-        return bool(self._stuck) and any(one in self._stuck for one in ts.dependencies)
+        return bool(self._stuck_inputs(ts))
+
+    def may_try(self, ts: TaskState, ws: WorkerState) -> bool:
+        """Return whether no input of a task is stuck for a worker."""
+        return not any(ws.address in mark.failed for _, mark in self._stuck_inputs(ts))
 
     def workers(self, ts: TaskState) -> set[WorkerState]:
         """Return the workers to try for a task with stuck inputs; empty for any other task."""
-        if not self._stuck:
-            return set()
-        holders = [
-            set(one.who_has) for one in ts.dependencies if one in self._stuck and one.who_has
-        ]
+        holders = [set(one.who_has or ()) for one, _ in self._stuck_inputs(ts)]
         if not holders:
             return set()
         found = set.intersection(*holders)
@@ -77,7 +104,10 @@ class FailedMoves:
         if ts is None or ws is None or ts.state != "memory" or ws in (ts.who_has or ()):
             self._stock(key=key, worker=worker, stimulus_id=stimulus_id, **kwargs)
             return
-        self._stuck.add(ts)
+        holders = {one.address for one in ts.who_has or ()}
+        mark = self._stuck.setdefault(ts, _Mark(set(), set()))
+        mark.holders.update(holders)
+        mark.failed.add(worker)
         for waiting in [one for one in ts.dependents if one.processing_on is ws]:
             self._tried.setdefault(waiting, set()).add(worker)
             if self.workers(waiting):

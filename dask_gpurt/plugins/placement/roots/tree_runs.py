@@ -22,6 +22,7 @@ from dask_gpurt.plugins.placement.scheduler_view import PlacementView, n_on_thre
 from dask_gpurt.topology.places import path_between
 
 if TYPE_CHECKING:
+    from dask.typing import Key
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
@@ -37,7 +38,7 @@ class Leaf(NamedTuple):
     """A leaf of a tree, and the runs of the tree."""
 
     ts: TaskState
-    runs: Runs[TaskState]
+    runs: Runs[Key]
 
 
 class TreeRuns:
@@ -60,8 +61,8 @@ class TreeRuns:
         self._view = view
         self._hold = hold
         self._n_free = n_free
-        #: By the group of leaves.
-        self._trees: OrderedDict[str, Runs[TaskState]] = OrderedDict()
+        #: By the group of leaves. Runs hold keys: a task that is cancelled must not live on here.
+        self._trees: OrderedDict[str, Runs[Key]] = OrderedDict()
         #: The worker that ended a task last: it has a free slot.
         self._last_ended: WorkerState | None = None
 
@@ -82,7 +83,7 @@ class TreeRuns:
                 return None
             if len(self._trees) >= MAX_TREES:
                 self._trees.popitem(last=False)
-            runs = self._trees[group.name] = Runs(n_leaves, _is_queued)
+            runs = self._trees[group.name] = Runs(n_leaves, self._is_queued)
         return Leaf(found, runs)
 
     def choose(
@@ -111,7 +112,7 @@ class TreeRuns:
         # The scheduler checks that no task is queued while a worker has a free slot.
         if state.validate:
             return fresh
-        runs.wait(leaf.ts.key, root.priority or (), root)
+        runs.wait(leaf.ts.key, root.priority or (), root.key)
         # If nothing else takes that slot, its worker may want a part of a run.
         self._hold.look_soon()
         return None
@@ -120,7 +121,7 @@ class TreeRuns:
         """Note that no worker has a free slot for a root task."""
         leaf = self.leaf(root)
         if leaf is not None:
-            leaf.runs.wait(leaf.ts.key, root.priority or (), root)
+            leaf.runs.wait(leaf.ts.key, root.priority or (), root.key)
 
     def next_task(self, front: TaskState) -> TaskState | None:
         """Return the queued task that should be placed next; None if all should wait.
@@ -135,11 +136,11 @@ class TreeRuns:
             return front
         runs = leaf.runs
         for ws in self._with_free_slot():
-            ts = runs.next_task(ws.address)
-            if ts is None and (self._begins(leaf, front, ws) or self._takes(runs, ws)):
-                ts = runs.next_task(ws.address)
-            if ts is not None:
-                return ts
+            key = runs.next_task(ws.address)
+            if key is None and (self._begins(leaf, front, ws) or self._takes(runs, ws)):
+                key = runs.next_task(ws.address)
+            if key is not None:
+                return self._scheduler.tasks[key]
         return front if runs.is_empty else None
 
     def ended(self, ws: WorkerState) -> None:
@@ -165,7 +166,7 @@ class TreeRuns:
         runs = leaf.runs
         if runs.owner(leaf.ts.key) is not None:
             first = runs.first_unowned()
-            found = None if first is None else leaf_of(first)
+            found = None if first is None else leaf_of(self._scheduler.tasks[first])
             if found is None:
                 return False
             leaf = Leaf(found, runs)
@@ -183,12 +184,12 @@ class TreeRuns:
             if ws is not last:
                 yield ws
 
-    def _unserved(self, runs: Runs[TaskState]) -> WorkerState | None:
+    def _unserved(self, runs: Runs[Key]) -> WorkerState | None:
         """Return a worker with a free slot that waits for a run."""
         free = islice(self._scheduler.idle_task_count, MAX_OFFERED)
         return next((ws for ws in free if not runs.is_served(ws.address)), None)
 
-    def _takes(self, runs: Runs[TaskState], thief: WorkerState) -> bool:
+    def _takes(self, runs: Runs[Key], thief: WorkerState) -> bool:
         """Let a worker take over half of the longest run that waits, if that pays."""
         # Its second task only waits for the first one. That it is made near its neighbours matters
         # more.
@@ -200,7 +201,7 @@ class TreeRuns:
         address, waiting = found
         victim = self._scheduler.workers.get(address)
         if victim is not None and victim in self._scheduler.running:
-            last = waiting[-1]
+            last = self._scheduler.tasks[waiting[-1]]
             duration_s = expected_duration_s(self._scheduler, last)
             n_ahead = n_on_threads(victim) + len(waiting) - 1
             pays = not self._view.is_new(last) and pays_to_take(
@@ -223,6 +224,6 @@ class TreeRuns:
         path = path_between(self._view.links.places, thief.address, victim.address)
         return path.transfer_s(nbytes)
 
-
-def _is_queued(ts: TaskState) -> bool:
-    return bool(ts.state == "queued")
+    def _is_queued(self, key: Key) -> bool:
+        ts = self._scheduler.tasks.get(key)
+        return ts is not None and ts.state == "queued"
