@@ -1,8 +1,9 @@
 """One rank of a group on its worker: its operations, its peers, and the failure that ends it.
 
 An operation has a number in its group, the *epoch*, which all ranks count alike. A message of an
-earlier one is late and refused. A message of a later one waits until this rank gets there: a peer
-is at most `AHEAD` operations further, because it waits for the answers to its messages.
+earlier one is late and refused. A message of a later one waits until this rank gets there. A peer
+that sends to this rank in each operation is at most `AHEAD` operations further, because it waits
+for the answers. If others relay its messages, each of them may add as much.
 
 The first failure ends the group. The scheduler tells it to all ranks, so they raise the same error.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Operations by which a peer may be further than this rank.
+#: Operations by which a rank may be further than one that it sends to.
 AHEAD = 2
 #: Messages of one peer that may wait for this rank.
 MOST_WAITING = 2048
@@ -259,7 +260,8 @@ class GroupMember:
             await self.until(lambda: bool(self.workers))
             if peer >= len(self.workers) or self.workers[peer] != sender or peer == self.rank:
                 raise ProtocolError(f"{sender[:100]} is not rank {peer} of this group")
-            if header.epoch > self._epoch + AHEAD:
+            # All other ranks may be a chain that relays messages from the peer to this rank.
+            if header.epoch > self._epoch + AHEAD * (len(self.workers) - 1):
                 raise ProtocolError(f"operation {header.epoch} is not due: {self._epoch} runs")
             await self.until(lambda: self._epoch >= header.epoch)
             run = self._current
