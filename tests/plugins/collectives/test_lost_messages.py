@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 from distributed import Event
 
 from dask_gpurt.collectives import Communicator
+from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
+from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from tests.plugins.collectives.gang import assert_nothing_stays, forced, on_cluster
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]
 FOUR = [(f"127.0.0.{number}", 1) for number in (1, 2, 3, 4)]
+#: Elements of a message that is lent, not copied.
+LARGE = INLINE_NBYTES
 
 
 def two_trees_and_a_barrier(comm, _):
@@ -46,3 +51,58 @@ async def test_a_peer_behind_a_relay_may_be_further(c, s, *workers):
             GroupMember.take = take
     del futures
     await assert_nothing_stays(c, s, *workers)
+
+
+def two_broadcasts(comm, _):
+    return [
+        sorted(set(comm.broadcast(np.full(LARGE, value) if comm.rank == 0 else None).tolist()))
+        for value in (1.0, 2.0)
+    ]
+
+
+@pytest.mark.parametrize("first_is_damaged", [False, True])
+def test_a_second_copy_waits_for_the_first(first_is_damaged, monkeypatch):
+    """The answer to the second copy lets the sender use its memory again."""
+    take, take_slices, fetched = GroupMember.take, OperationRun.take, OperationRun._fetched
+    came, is_held, answered = [], [], []
+    came_twice = asyncio.Event()
+
+    async def twice(member, *message):
+        if message[1].epoch:
+            return await take(member, *message)
+        copies = [take(member, *message) for _ in range(2)]
+        one, two = await asyncio.gather(*copies, return_exceptions=True)
+        assert two == {"status": "OK"}
+        assert isinstance(one, DamagedError) if first_is_damaged else one == two
+        return two
+
+    async def noting(run, *message):
+        came.append(run)
+        if len(came) == 2:
+            came_twice.set()
+        await take_slices(run, *message)
+        answered.append(run)
+
+    async def held(run, *message):
+        if not is_held:
+            is_held.append(run)
+            await came_twice.wait()
+            for _ in range(10):  # The second copy has its turns of the loop.
+                await asyncio.sleep(0)
+            assert not answered
+            if first_is_damaged:
+                raise DamagedError("not in this test")
+        return await fetched(run, *message)
+
+    monkeypatch.setattr(GroupMember, "take", twice)
+    monkeypatch.setattr(OperationRun, "take", noting)
+    monkeypatch.setattr(OperationRun, "_fetched", held)
+
+    @on_cluster(TWO)
+    async def test(c, s, *workers):
+        async with Communicator(c) as comm:
+            assert await c.gather(await comm.run(two_broadcasts)) == [[[1.0], [2.0]]] * 2
+        await assert_nothing_stays(c, s, *workers)
+
+    test()
+    assert is_held
