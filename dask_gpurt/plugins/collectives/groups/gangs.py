@@ -408,11 +408,15 @@ class Gangs(SchedulerPlugin):
         if address not in self._scheduler.workers:
             return  # `remove_worker` follows
         gang.done.add(rank)
-        if finish == "erred" and rank not in gang.joined:
+        if finish == "erred":
             ts = self._scheduler.tasks.get(key)
             why = "" if ts is None else str(ts.exception_text)[:1000]
-            self._fail(gang, GroupFailure("gang", f"rank {rank} at {address} cannot begin: {why}"))
-        elif finish in ("released", "forgotten"):
+            kind, what = ("failed", "failed") if rank in gang.joined else ("gang", "cannot begin")
+            self._fail(gang, GroupFailure(kind, f"rank {rank} at {address} {what}: {why}"))
+        if finish in ("memory", "erred") and rank in gang.joined:
+            # Its step has ended. It may not have been heard leaving.
+            gang.left.add(rank)
+        if finish in ("released", "forgotten"):
             self._fail(gang, GroupFailure("failed", f"the task of rank {rank} was cancelled"))
         self._end_if_over(gang)
 

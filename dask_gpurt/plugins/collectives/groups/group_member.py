@@ -132,8 +132,7 @@ class GroupMember:
         """
         if failure is not None:
             self.end_with(failure)
-        for tasks in list(self._behind.values()):
-            await asyncio.wait(tasks, timeout=self.timeout_s)
+        await self._heard(self._epoch)
         if self._telling is not None:
             await asyncio.wait({self._telling})
         self._is_over = True
@@ -164,8 +163,7 @@ class GroupMember:
         try:
             await run.run()
             # A peer may be two operations ahead, and no more.
-            if tasks := self._behind.get(run.epoch - AHEAD + 1):
-                await asyncio.wait(tasks)
+            await self._heard(run.epoch - AHEAD + 1)
             error = run.error
         except CollectiveError as raised:
             error = raised
@@ -187,6 +185,18 @@ class GroupMember:
         task = asyncio.create_task(self.deliver(peer, compose))
         self._behind.setdefault(epoch, set()).add(task)
         task.add_done_callback(partial(self._is_sent, epoch))
+
+    async def _heard(self, last: int) -> None:
+        """Wait for answers to small messages up to an operation; fail if none comes in time."""
+        tasks = {task for epoch, some in self._behind.items() if epoch <= last for task in some}
+        while tasks:
+            answered, tasks = await asyncio.wait(
+                tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not answered:
+                # The failure ends these tasks.
+                why = f"rank {self.rank} made no progress for {self.timeout_s:g} s"
+                self.fail(CollectiveError(f"{why}: peers have not taken its messages"))
 
     def _is_sent(self, epoch: int, task: asyncio.Task[None]) -> None:
         tasks = self._behind[epoch]
