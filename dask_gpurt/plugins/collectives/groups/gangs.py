@@ -32,6 +32,7 @@ from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+    from distributed.scheduler import TaskState
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -273,7 +274,11 @@ class Gangs(SchedulerPlugin):
         if gang is None:
             text = "the group of this rank has ended; call `run` again for another one"
             return {"failure": self._past.get(name, GroupFailure("gang", text)).plain()}
-        if self._rank(gang, rank) in gang.joined or gang.workers[rank] != worker:
+        if gang.workers[self._rank(gang, rank)] not in self._scheduler.workers:
+            # Its worker is gone, and its task came to another one.
+            lost = GroupFailure("lost", rank=rank, address=gang.workers[rank])
+            return {"failure": (gang.failure or lost).plain()}
+        if rank in gang.joined or gang.workers[rank] != worker:
             raise ProtocolError(f"{worker} cannot join as rank {rank}")
         gang.joined.add(rank)
         gang.rates += [] if rate is None else [rate]
@@ -364,11 +369,19 @@ class Gangs(SchedulerPlugin):
         del self._gangs[gang.name]
         for rank in range(len(gang.workers)):
             del self._of_key[rank_key(gang.name, rank)]
+            self._loosen(gang, rank)
         # Asked for or held: `release` takes back either, and fails if there is neither.
         if gang.name in self._scheduler.extensions["multi_locks"].requests:
             self._scheduler.handlers["multi_lock_release"](id=gang.name)
         if not self._gangs:
             self._scheduler.remove_plugin(self.name)
+
+    def _loosen(self, gang: Gang, rank: int) -> TaskState | None:
+        """Let the task of a rank run elsewhere: it gets an error there, as do its dependents."""
+        ts = self._scheduler.tasks.get(rank_key(gang.name, rank))
+        if ts is not None:
+            ts.loose_restrictions = True
+        return ts
 
     def _fail(self, gang: Gang, failure: GroupFailure) -> None:
         """End a group, unless it has failed already, and tell its ranks."""
@@ -408,11 +421,15 @@ class Gangs(SchedulerPlugin):
         if address not in self._scheduler.workers:
             return  # `remove_worker` follows
         gang.done.add(rank)
-        if finish == "erred" and rank not in gang.joined:
+        if finish == "erred":
             ts = self._scheduler.tasks.get(key)
             why = "" if ts is None else str(ts.exception_text)[:1000]
-            self._fail(gang, GroupFailure("gang", f"rank {rank} at {address} cannot begin: {why}"))
-        elif finish in ("released", "forgotten"):
+            kind, what = ("failed", "failed") if rank in gang.joined else ("gang", "cannot begin")
+            self._fail(gang, GroupFailure(kind, f"rank {rank} at {address} {what}: {why}"))
+        if finish in ("memory", "erred") and rank in gang.joined:
+            # Its step has ended. It may not have been heard leaving.
+            gang.left.add(rank)
+        if finish in ("released", "forgotten"):
             self._fail(gang, GroupFailure("failed", f"the task of rank {rank} was cancelled"))
         self._end_if_over(gang)
 
@@ -428,7 +445,6 @@ class Gangs(SchedulerPlugin):
                 self._fail(gang, failure)
                 ts = scheduler.tasks.get(key := rank_key(gang.name, rank))
                 if ts is not None and ts.who_wants:
-                    # No other worker may run its task, so it would wait for ever.
                     scheduler.stimulus_cancel(
                         [key],
                         client=gang.client,
@@ -436,6 +452,9 @@ class Gangs(SchedulerPlugin):
                         reason="gpurt-rank-lost",
                         msg=str(failure.error()),
                     )
+            ts = self._loosen(gang, rank)
+            if ts is not None and ts.state == "no-worker":
+                scheduler.transitions({ts.key: "processing"}, stimulus_id="gpurt-rank-lost")
             self._end_if_over(gang)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:

@@ -1,8 +1,9 @@
 """One rank of a group on its worker: its operations, its peers, and the failure that ends it.
 
 An operation has a number in its group, the *epoch*, which all ranks count alike. A message of an
-earlier one is late and refused. A message of a later one waits until this rank gets there: a peer
-is at most `AHEAD` operations further, because it waits for the answers to its messages.
+earlier one is late and refused. A message of a later one waits until this rank gets there. A peer
+that sends to this rank in each operation is at most `AHEAD` operations further, because it waits
+for the answers. If others relay its messages, each of them may add as much.
 
 The first failure ends the group. The scheduler tells it to all ranks, so they raise the same error.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Operations by which a peer may be further than this rank.
+#: Operations by which a rank may be further than one that it sends to.
 AHEAD = 2
 #: Messages of one peer that may wait for this rank.
 MOST_WAITING = 2048
@@ -131,8 +132,7 @@ class GroupMember:
         """
         if failure is not None:
             self.end_with(failure)
-        for tasks in list(self._behind.values()):
-            await asyncio.wait(tasks, timeout=self.timeout_s)
+        await self._heard(self._epoch)
         if self._telling is not None:
             await asyncio.wait({self._telling})
         self._is_over = True
@@ -163,8 +163,7 @@ class GroupMember:
         try:
             await run.run()
             # A peer may be two operations ahead, and no more.
-            if tasks := self._behind.get(run.epoch - AHEAD + 1):
-                await asyncio.wait(tasks)
+            await self._heard(run.epoch - AHEAD + 1)
             error = run.error
         except CollectiveError as raised:
             error = raised
@@ -186,6 +185,18 @@ class GroupMember:
         task = asyncio.create_task(self.deliver(peer, compose))
         self._behind.setdefault(epoch, set()).add(task)
         task.add_done_callback(partial(self._is_sent, epoch))
+
+    async def _heard(self, last: int) -> None:
+        """Wait for answers to small messages up to an operation; fail if none comes in time."""
+        tasks = {task for epoch, some in self._behind.items() if epoch <= last for task in some}
+        while tasks:
+            answered, tasks = await asyncio.wait(
+                tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not answered:
+                # The failure ends these tasks.
+                why = f"rank {self.rank} made no progress for {self.timeout_s:g} s"
+                self.fail(CollectiveError(f"{why}: peers have not taken its messages"))
 
     def _is_sent(self, epoch: int, task: asyncio.Task[None]) -> None:
         tasks = self._behind[epoch]
@@ -259,7 +270,8 @@ class GroupMember:
             await self.until(lambda: bool(self.workers))
             if peer >= len(self.workers) or self.workers[peer] != sender or peer == self.rank:
                 raise ProtocolError(f"{sender[:100]} is not rank {peer} of this group")
-            if header.epoch > self._epoch + AHEAD:
+            # All other ranks may be a chain that relays messages from the peer to this rank.
+            if header.epoch > self._epoch + AHEAD * (len(self.workers) - 1):
                 raise ProtocolError(f"operation {header.epoch} is not due: {self._epoch} runs")
             await self.until(lambda: self._epoch >= header.epoch)
             run = self._current

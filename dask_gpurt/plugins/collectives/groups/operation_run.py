@@ -87,7 +87,8 @@ class OperationRun:
         self._waiting: asyncio.Future[None] | None = None
         #: Receives of the present step that have not arrived, and those that have.
         self._expected: dict[int, SliceReceive] = {}
-        self._taken: set[tuple[int, int]] = set()
+        #: Messages that have come, by step and peer: whether the sender may hear that they are in.
+        self._taken: dict[tuple[int, int], bool] = {}
         self._added: dict[range, dict[int, Buffer]] = {}
         #: Large messages that have no answer yet.
         self._sending: set[asyncio.Task[None]] = set()
@@ -293,7 +294,10 @@ class OperationRun:
             other = Subject.decoded(header.subject)
             raise self._differs(self.plan.subject, other, peer)
         await self._member.until(lambda: self.step >= header.step)
-        if (header.step, peer) in self._taken:
+        key = header.step, peer
+        # While a copy is read, the sender must not use its memory again.
+        await self._member.until(lambda: self._taken.get(key) is not False)
+        if key in self._taken:
             return  # it was sent again, because the answer was lost
         receive = self._expected.get(peer)
         slices = range(header.first, header.first + header.count)
@@ -302,22 +306,25 @@ class OperationRun:
         memory = self.plan.memory
         if header.nbytes != memory.nbytes(slices):
             raise ProtocolError(f"slices of {header.nbytes} bytes, not {memory.nbytes(slices)}")
-        self._taken.add((header.step, peer))
+        self._taken[key] = False
         try:
             found = await self._fetched(receive, header, payload)
+            if receive.adds:
+                self._added.setdefault(slices, {})[peer] = found
+            else:
+                await self._work(len(found), memory.put, slices, found)
         except BaseException:
             # It may come again, or this was another one's.
-            self._taken.discard((header.step, peer))
+            del self._taken[key]
+            self._member.changed()
             raise
-        if receive.adds:
-            self._added.setdefault(slices, {})[peer] = found
-        else:
-            await self._work(len(found), memory.put, slices, found)
         del self._expected[peer]
         self._wake()
         if receive.adds and is_inline(payload) and len(found) > INLINE_NBYTES:
             # In one process, this may be the sender's own memory. It may change after the answer.
             await self._member.until(lambda: self.step > header.step)
+        self._taken[key] = True
+        self._member.changed()
 
     def _differs(self, mine: Subject, other: Subject, peer: int) -> CollectiveError:
         """Fail, and return the error. The sender gets the same: either may be the first to tell."""

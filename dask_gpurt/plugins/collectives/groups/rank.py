@@ -372,6 +372,14 @@ def _flat(array: Any) -> Any:
     return module_of(array).ascontiguousarray(array).reshape(-1)
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        # It is a program's own class, and its `__repr__` fails.
+        return type(error).__name__
+
+
 def run_rank(
     name: str, rank: int, step: Callable[..., Any], blocks: Sequence[Any], state: Sequence[Any]
 ) -> Any:
@@ -388,7 +396,7 @@ def run_rank(
     try:
         result = step(comm, blocks, *state)
     except BaseException as error:
-        text = f"rank {rank} at {worker.address} failed: {error!r}"
+        text = f"rank {rank} at {worker.address} failed: {_text(error)}"
         leave(GroupFailure("failed", text[:MAX_PROBLEM]), comm.counts())
         raise
     leave(None, comm.counts())

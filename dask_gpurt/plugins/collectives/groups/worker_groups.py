@@ -91,8 +91,8 @@ class WorkerGroups:
         counts
             The operations of this rank, for `status`.
         """
-        await member.leave(failure)
         try:
+            await member.leave(failure)
             await self._worker.scheduler.gpurt_gang_leave(
                 name=member.name,
                 rank=member.rank,
