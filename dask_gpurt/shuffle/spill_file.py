@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ import numpy.typing as npt
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.errors import ShardStorageError
 from dask_gpurt.system_calls import preadv
+
+logger = logging.getLogger("dask_gpurt.shuffle")
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -118,6 +121,11 @@ class SpillFile:
         """Close the file, which frees its disk space; this takes time for a large file."""
         # A second caller waits, so that the space is free when either returns.
         with self._removing:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            fd, self._fd = self._fd, -1
+            if fd < 0:
+                return
+            try:
+                os.close(fd)
+            except OSError as error:
+                # The descriptor is free even so. A second close would hit another file.
+                logger.warning("cannot close %s without an error: %s", self.path, error)

@@ -451,14 +451,16 @@ class ExchangeRun:
         await to_its_end(self._outbox.close)
         self._send_budget.forget((self.id, self.run_id))
         self._last_report = self.report()
-        await in_a_thread(self._free)
-        self._state.end_run(self, self._last_report)
-        self._closed_event.set()
+        try:
+            await in_a_thread(self._free)
+        finally:
+            self._state.end_run(self, self._last_report)
+            self._closed_event.set()
 
     def _free(self) -> None:
         """Free files and pages, which takes time where there are many. Runs in a thread."""
-        self._store.close()
-        self._tenant.close()
+        with contextlib.closing(self._tenant):
+            self._store.close()
 
     def report(self) -> dict[str, Any]:
         """Return a snapshot of the statistics of this run on this worker."""
