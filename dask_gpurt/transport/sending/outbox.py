@@ -130,9 +130,9 @@ class Outbox(Generic[T]):
             for shard in shards:
                 if not self._budget.has_room(shard.nbytes, peer.nbytes):
                     self._wait_for_room(shard.nbytes, peer)
-                self._raise_if_failed()
                 if self._closed:
                     return
+                self._raise_if_failed()
                 self._queue(peer, shard)
             self._wake_soon()
 
@@ -216,6 +216,14 @@ class Outbox(Generic[T]):
         with self._changed:
             if not self._closed:
                 self._failure = self._failure or error
+                # Other runs need the room. `_deliver` gives back what is in flight.
+                for peer in self._peers.values():
+                    self._budget.give_back(peer.queued_nbytes)
+                    self._nbytes -= peer.queued_nbytes
+                    self._n_shards -= len(peer.waiting)
+                    peer.nbytes -= peer.queued_nbytes
+                    peer.queued_nbytes = 0
+                    peer.waiting.clear()
             self._changed.notify_all()
         self._end_flushes()
 
