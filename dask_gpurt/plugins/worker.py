@@ -77,6 +77,7 @@ class RunLike(Protocol):
 
     id: Any
     run_id: int
+    closed: bool
 
     def outgoing_memory(self, nbytes: int) -> Buffer: ...
 

@@ -22,7 +22,7 @@ from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.errors import ShardStorageError
 from dask_gpurt.system_calls import preadv
 
-logger = logging.getLogger("dask_gpurt")
+logger = logging.getLogger("dask_gpurt.shuffle")
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -122,10 +122,10 @@ class SpillFile:
         # A second caller waits, so that the space is free when either returns.
         with self._removing:
             fd, self._fd = self._fd, -1
-            if fd >= 0:
-                try:
-                    os.close(fd)
-                except OSError as error:
-                    # The descriptor is free all the same; another file may have it by now. Nobody
-                    # reads what could not be written.
-                    logger.info("a file of shards was closed with an error: %s", error)
+            if fd < 0:
+                return
+            try:
+                os.close(fd)
+            except OSError as error:
+                # The descriptor is free even so. A second close would hit another file.
+                logger.warning("cannot close %s without an error: %s", self.path, error)

@@ -204,24 +204,6 @@ def test_a_file_is_deleted_with_the_last_of_its_shards(tmp_path, monkeypatch):
     assert rig.budget.used_nbytes == 0
 
 
-def test_a_close_that_reports_an_error_closes_once(tmp_path, monkeypatch, caplog):
-    """A quota may be noticed at the close. Linux frees the descriptor all the same."""
-    file = SpillFile(str(tmp_path / "x"))
-    fd, close, closed = file._fd, os.close, []
-
-    def refused(closing):
-        closed.append(closing)
-        close(closing)
-        if closing == fd:
-            raise OSError(errno.EDQUOT, "quota exceeded")
-
-    monkeypatch.setattr(os, "close", refused)
-    caplog.set_level(logging.INFO, "dask_gpurt")
-    file.remove()
-    file.remove()
-    assert closed == [fd] and "quota exceeded" in caplog.text
-
-
 def test_file_is_deleted_outside_of_the_releasing_call(tmp_path):
     removals = []
     rig = Rig(tmp_path, limit_nbytes=0, run_later=removals.append)

@@ -30,26 +30,6 @@ def test_failure_is_raised_by_put_and_flush_from_then_on():
     run(scenario)
 
 
-def test_a_failed_outbox_leaves_its_room_to_others():
-    async def scenario():
-        budget = SendBudget(100)
-        failed, other = (Post(budget=budget, changed=None, message_nbytes=10) for _ in range(2))
-        await failed.put("a", *map(Item, range(6)))
-        await failed.until_started("a", 1)
-        failed.refusals["a"] = Refused("a is gone")
-        failed.open("a")
-        await settle()
-        assert budget.used_nbytes == failed.outbox.waiting_nbytes == 0
-        # Before, this waited for the end of the failed run.
-        await other.put("a", Item("large", 90))
-        await failed.outbox.close()
-        assert budget.used_nbytes == 90
-        await other.outbox.close()
-        assert budget.used_nbytes == 0
-
-    run(scenario)
-
-
 def test_a_failure_ends_a_waiting_flush():
     async def scenario():
         post = Post()
@@ -127,5 +107,47 @@ def test_a_cancelled_send_unblocks_producers():
         post.open("a")
         with pytest.raises(ExchangeError):
             await held_back
+
+    run(scenario)
+
+
+def test_failed_outbox_gives_back_what_it_queued():
+    """Other runs share the budget; the failed run may be closed much later."""
+
+    async def scenario():
+        budget = SendBudget(100)
+        post = Post(budget=budget, message_nbytes=10)
+        post.refusals["a"] = Refused("a is gone")
+        await post.put("a", Item(1), Item(2), Item(3))
+        await post.put("b", Item(4))
+        await post.until_started("a", 1)
+        await post.until_started("b", 1)
+        post.open("a")
+        with pytest.raises(Refused):
+            await post.outbox.flush()
+        await settle()
+        assert budget.used_nbytes == post.outbox.waiting_nbytes == 10, "only b's is in flight"
+        post.open("b")
+        await settle()
+        assert budget.used_nbytes == post.outbox.waiting_nbytes == 0
+        await post.outbox.close()
+        assert budget.used_nbytes == 0
+
+    run(scenario)
+
+
+def test_put_returns_if_a_failed_outbox_is_closed():
+    """A task of a run that is over must run again, not fail."""
+
+    async def scenario():
+        post = Post()
+        post.refusals["a"] = Refused("a is gone")
+        post.open("a")
+        await post.put("a", Item(1))
+        with pytest.raises(Refused):
+            await post.outbox.flush()
+        await post.outbox.close()
+        await post.put("a", Item(2))
+        assert post.outbox.waiting_nbytes == 0
 
     run(scenario)

@@ -454,10 +454,8 @@ class ExchangeRun:
 
     def _free(self) -> None:
         """Free files and pages, which takes time where there are many. Runs in a thread."""
-        try:
+        with contextlib.closing(self._memory):
             self._store.close()
-        finally:
-            self._memory.close()
 
     def report(self) -> dict[str, Any]:
         """Return a snapshot of the statistics of this run on this worker."""

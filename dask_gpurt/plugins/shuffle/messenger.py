@@ -27,6 +27,7 @@ from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
+    Reschedule,
     ShuffleClosedError,
     clean_exception,
     context_meter,
@@ -190,7 +191,7 @@ class Messenger:
                     # The peer is closing, and the scheduler will notice and end this run. Until
                     # then, treat it as a peer that cannot be reached.
                     raise OSError(f"{address} is closing") from error
-                if isinstance(error, P2PConsistencyError):
+                if isinstance(error, (P2PConsistencyError, Reschedule)):
                     raise ShuffleClosedError(f"{run} is over") from error
                 raise error.with_traceback(traceback)
             if "header" in data and answer["status"] == "OK":
@@ -228,9 +229,12 @@ class Messenger:
             )
             # A peer gets room for two messages.
             most_nbytes = credits.N_MESSAGES * self._n_peers * self._device_message_nbytes
-            self._state.send_budget(self._settings).want(
-                (self._run.id, self._run.run_id), most_nbytes
-            )
+            budget = self._state.send_budget(self._settings)
+            owner = self._run.id, self._run.run_id
+            budget.want(owner, most_nbytes)
+            # A run that was closed meanwhile has withdrawn what it wanted already.
+            if self._run.closed:
+                budget.forget(owner)
 
     def message_nbytes(self, address: str) -> int:
         """Return the size at which a message to a peer is closed."""

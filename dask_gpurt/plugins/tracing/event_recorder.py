@@ -119,9 +119,9 @@ class EventRecorder:
     def close(self) -> None:
         """End and remove the file. Blocks. Repeated calls do nothing."""
         self.stop()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 

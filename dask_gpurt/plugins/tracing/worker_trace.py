@@ -99,9 +99,9 @@ class WorkerTrace:
         return await asyncio.to_thread(os.pread, self._file, nbytes, offset)
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def plain(self) -> dict[str, Any]:
         """Return all but the events, as plain values."""

@@ -130,9 +130,9 @@ class Outbox(Generic[T]):
             for shard in shards:
                 if not self._budget.has_room(shard.nbytes, peer.nbytes):
                     self._wait_for_room(shard.nbytes, peer)
-                self._raise_if_failed()
                 if self._closed:
                     return
+                self._raise_if_failed()
                 self._queue(peer, shard)
             self._wake_soon()
 
@@ -216,20 +216,16 @@ class Outbox(Generic[T]):
         with self._changed:
             if not self._closed:
                 self._failure = self._failure or error
-                # Nothing is sent any more, and other outboxes need the room.
+                # Other runs need the room. `_deliver` gives back what is in flight.
                 for peer in self._peers.values():
-                    self._drop_waiting(peer)
+                    self._budget.give_back(peer.queued_nbytes)
+                    self._nbytes -= peer.queued_nbytes
+                    self._n_shards -= len(peer.waiting)
+                    peer.nbytes -= peer.queued_nbytes
+                    peer.queued_nbytes = 0
+                    peer.waiting.clear()
             self._changed.notify_all()
         self._end_flushes()
-
-    def _drop_waiting(self, peer: _Peer[T]) -> None:
-        nbytes = peer.queued_nbytes
-        self._n_shards -= len(peer.waiting)
-        self._nbytes -= nbytes
-        peer.nbytes -= nbytes
-        peer.queued_nbytes = 0
-        peer.waiting.clear()
-        self._budget.give_back(nbytes)
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

@@ -1,0 +1,51 @@
+"""A run that is over wants no room, and a peer that has given it up does not make it fail."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from distributed import Reschedule
+
+from dask_gpurt.plugins.patches.p2p import ShuffleClosedError
+from dask_gpurt.plugins.shuffle.messenger import Messenger
+from dask_gpurt.transport.sending.send_budget import SendBudget
+
+
+def messenger(state, **run):
+    """Return a messenger with these parts of its run and its worker's runtime alone."""
+    made = object.__new__(Messenger)
+    vars(made).update(
+        _run=SimpleNamespace(id="shuffle", run_id=1, raise_if_closed=lambda: None, **run),
+        _worker=SimpleNamespace(address="tcp://a"),
+        _settings=SimpleNamespace(message_nbytes=1 << 20),
+        _state=state,
+        _n_peers=1,
+        _device_message_nbytes=0,
+        _retry={"count": 0, "delay_min": 0, "delay_max": 0},
+    )
+    return made
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_run_that_is_over_wants_no_room_for_its_shards(is_closed):
+    """It may end while a task cuts a partition in device memory."""
+    budget = SendBudget(10)
+    state = SimpleNamespace(send_budget=lambda _: budget)
+    messenger(state, closed=is_closed).expect_device_shards()
+    assert (budget.most_nbytes == 10) == is_closed
+
+
+def test_run_that_a_peer_is_told_to_repeat_is_over():
+    async def receive(address, **message):
+        return {"status": "error", "exception": Reschedule(), "traceback": None}
+
+    async def deliver(address, transport, compose, call):
+        return await call({})
+
+    links = SimpleNamespace(onward=SimpleNamespace(receive=receive), connections=None)
+    links.deliver = deliver
+    sender = messenger(SimpleNamespace(links=links, ledger=None))
+    with pytest.raises(ShuffleClosedError):
+        asyncio.run(sender.deliver("tcp://b", "comm", None))
