@@ -209,3 +209,33 @@ def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
         assert written.wait(DEADLINE_S)
         # Two high readings ask to release memory, but the first request waits behind the write.
         assert len(relieved) == 1
+
+
+def test_a_task_wanted_again_while_it_waits_has_its_inputs():
+    """Its input left this worker meanwhile, and Dask fetches nothing for a task that executes."""
+    nbytes = 10_000_000
+
+    def hold(_value, path):
+        pass_gate(path)
+
+    with Gate() as gate, cluster(40_000_000, n_threads=2) as client:
+        here, there = client.cluster.workers.values()
+        on = {worker: [worker.address] for worker in (here, there)}
+        large = client.submit(np.zeros, 2 * nbytes, "u1", key="large", workers=on[here])
+        # The size of a copy is known from an earlier one.
+        client.submit(np.zeros, nbytes, "u1", key="copy-0", workers=on[here]).result()
+        holding = client.submit(hold, large, gate.path, key="holding", workers=on[here])
+        gate.wait_for()
+        value = client.submit(np.zeros, nbytes, "u1", key="value", workers=on[here])
+        until(lambda: "value" in here.data.spilled())
+        copy = client.submit(np.copy, value, key="copy-1", workers=on[here])
+        until(lambda: here.data.admission.n_waiting == 1)
+        value.release()
+        copy.release()
+        until(lambda: here.state.tasks["copy-1"].state == "cancelled" and "value" not in here.data)
+        value = client.submit(np.zeros, nbytes, "u1", key="value", workers=on[there])
+        copy = client.submit(np.copy, value, key="copy-1", workers=on[here])
+        until(lambda: here.state.tasks["copy-1"].state == "executing")
+        gate.open()
+        assert len(copy.result()) == nbytes
+        holding.result()

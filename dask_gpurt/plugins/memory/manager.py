@@ -250,7 +250,7 @@ class ManagedMemory:
         with context_meter.meter(name):
             lost = await begun
         enter_phase(self._owners.ledger, name, start_s, key=key)
-        if lost or worker_memory.is_cancelled(self._worker, key):
+        if lost or worker_memory.cannot_begin(self._worker, key):
             return False
         read_inputs("disk-read", spilled)
         return True

@@ -83,7 +83,7 @@ __all__ = [
     "dumps",
     "inputs",
     "is_made_by_dask",
-    "is_cancelled",
+    "cannot_begin",
     "is_closing",
     "is_monitored",
     "is_on_device",
@@ -405,10 +405,17 @@ def rebuild(header: bytes, frames: Collection[memoryview]) -> Any:
     return merge_and_deserialize(read, decompress(read, list(frames)))
 
 
-def is_cancelled(worker: Worker, key: Any) -> bool:
-    """Return whether a task that was about to begin has been cancelled."""
+def cannot_begin(worker: Worker, key: Any) -> bool:
+    """Return whether a task that was about to begin has been cancelled, or has lost inputs.
+
+    A task that is cancelled and wanted again goes on where it was, and nobody fetches its inputs
+    anew. In stock Dask, it has them in its hands by then.
+    """
     task = worker.state.tasks.get(key)
-    return task is None or task.state == "cancelled"
+    if task is None or task.state == "cancelled":
+        return True
+    inputs = {one.key for one in task.dependencies} - worker.state.actors.keys()
+    return not all(one in worker.data for one in inputs)
 
 
 def reschedule(key: Any) -> Any:
