@@ -129,6 +129,10 @@ class Lane:
         with self._changed:
             return len(self._jobs)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def is_pending(self) -> bool:
         """Return whether a call is waiting or running. Every shapeable kernel launch asks this."""
         # Without the lock, so that a launch does not wait for it. A thread stops being idle before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -70,6 +71,30 @@ def test_spilled_value_is_sent_without_entering_memory():
         (part,) = [p for p in parts if p.key == cold]
         assert (part.result() == part.result()[0]).all()
         assert any(store.is_spilled(cold) for store in stores(client))
+
+
+def test_a_process_without_a_free_thread_answers_that_it_is_busy(monkeypatch):
+    """Before, the event loop tried for ever to start the thread, and served nothing else."""
+    start, may_start, refused = threading.Thread.start, threading.Event(), []
+
+    def limited(thread):
+        if thread.name.startswith("gpurt read") and not may_start.is_set():
+            if not refused:
+                asyncio.get_running_loop().call_soon(may_start.set)
+            refused.append(thread.name)
+            if len(refused) < 1000:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with cluster(n_workers=1) as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        (store,) = stores(client)
+        cold = next(key for key in store.disk)
+        (part,) = [p for p in parts if p.key == cold]
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        assert (part.result() == part.result()[0]).all()
+    assert 0 < len(refused) < 10
 
 
 def test_value_evicted_during_a_read_of_its_message_is_sent():
