@@ -285,6 +285,11 @@ class DecisionSwap:
             vars(self._stealing).pop("_combined_occupancy", None)
 
 
+def may_run_anywhere(ts: TaskState) -> None:
+    """Have a task run on any worker if none of those that it is restricted to is there."""
+    ts.loose_restrictions = True
+
+
 def expected_duration_s(scheduler: Scheduler, ts: TaskState) -> float:
     """Return how long the scheduler expects a task to take."""
     return scheduler._get_prefix_duration(ts.prefix)

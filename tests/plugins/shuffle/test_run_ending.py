@@ -28,7 +28,7 @@ def test_run_ends_though_its_files_cannot_be_freed():
         pass
 
     async def scenario():
-        run, tenant, ended = object.__new__(ExchangeRun), ClosedPart(), []
+        run, memory, ended = object.__new__(ExchangeRun), ClosedPart(), []
         vars(run).update(
             id="shuffle",
             run_id=1,
@@ -39,12 +39,12 @@ def test_run_ends_though_its_files_cannot_be_freed():
             _send_budget=SendBudget(1),
             _last_report={},
             _store=ClosedPart(OSError("no such disk")),
-            _tenant=tenant,
+            _memory=memory,
             _state=SimpleNamespace(end_run=lambda run, report: ended.append(run)),
         )
         with pytest.raises(OSError, match="no such disk"):
             await run.close()
-        assert tenant.n_closed == 1
+        assert memory.n_closed == 1
         assert ended == [run]
         await asyncio.wait_for(run.close(), 10)
 

@@ -28,6 +28,7 @@ from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE
+from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ class Gangs(SchedulerPlugin):
         """Let the task of a rank run elsewhere: it gets an error there, as do its dependents."""
         ts = self._scheduler.tasks.get(rank_key(gang.name, rank))
         if ts is not None:
-            ts.loose_restrictions = True
+            may_run_anywhere(ts)
         return ts
 
     def _fail(self, gang: Gang, failure: GroupFailure) -> None:
