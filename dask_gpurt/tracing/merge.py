@@ -262,6 +262,10 @@ def _find_on_workers(every: list[_Events], runs: list[_TaskRun]) -> None:
                     run.row = of_key[at]
 
 
+def _within(time_s: float, wall_s: float) -> float:
+    return min(max(time_s, 0.0), wall_s)
+
+
 def _number_tasks(
     every: list[_Events], runs: list[_TaskRun], trace: Trace, wall_s: float
 ) -> list[dict[int, list[tuple[float, int]]]]:
@@ -290,20 +294,21 @@ def _number_tasks(
             of_hash[run.process][run.hash].append((run.assigned_s, run.number))
             needs = tuple(one for one in run.needs if one in inside)
             # Of a task that ran before the trace or after it, the part inside counts.
-            ready_s, assigned_s, here_s, start_s, end_s, known_s = (
-                min(max(one, 0.0), wall_s)
-                for one in (
-                    run.ready_s,
-                    run.assigned_s,
-                    run.here_s,
-                    run.start_s,
-                    run.end_s,
-                    run.known_s,
-                )
-            )
-            times = ready_s, assigned_s, here_s, start_s, end_s, known_s
             trace.tasks.append(
-                TaskTimes(run.number, run.key, run.process, needs, *times, run.nbytes, run.thread)
+                TaskTimes(
+                    run.number,
+                    run.key,
+                    run.process,
+                    needs,
+                    ready_s=_within(run.ready_s, wall_s),
+                    assigned_s=_within(run.assigned_s, wall_s),
+                    here_s=_within(run.here_s, wall_s),
+                    start_s=_within(run.start_s, wall_s),
+                    end_s=_within(run.end_s, wall_s),
+                    known_s=_within(run.known_s, wall_s),
+                    nbytes=run.nbytes,
+                    thread=run.thread,
+                )
             )
     for of_process in of_hash:
         for found in of_process.values():

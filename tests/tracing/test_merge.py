@@ -123,7 +123,7 @@ def test_tasks_outside_of_the_trace_are_in_no_needs():
     a_task(on_scheduler, 3, "c", A, (6.0, 6.5, 7.1, 8.1, 9.0), needs=[1, 2])
     trace = merged(scheduler(on_scheduler), [RecordedProcess(A, "w", "h")], 3.5, 20.0)
     assert [(task.number, task.needs) for task in trace.tasks] == [(2, ()), (3, (2,))]
-    # What was before the trace is cut off.
+    # The trace cuts off the time before it.
     assert trace.tasks[0].ready_s == 0.0
 
 

@@ -116,16 +116,16 @@ class TracedWorker:
         self._delays[key] = self._worker.scheduler_delay
 
     def _task_ended(self, key: Any, finish: str) -> None:
-        # Dask's times are of another clock, plus the delay.
         here_s = self._here.pop(key, None)
-        to_here_s = clock_later_s(perf_counter, time, _N_COMPARISONS)
-        to_here_s -= self._delays.pop(key, self._worker.scheduler_delay)
+        delay_s = self._delays.pop(key, self._worker.scheduler_delay)
         task = self._worker.state.tasks.get(key)
         if task is None or finish not in ("memory", "error"):
             return
         runs = [one for one in task.startstops if one["action"] == "compute"]
         if not runs:
             return
+        # Dask's times are of another clock, plus the delay.
+        to_here_s = clock_later_s(perf_counter, time, _N_COMPARISONS) - delay_s
         start_s, end_s = (to_here_s + runs[-1][name] for name in ("start", "stop"))
         thread = self._worker.threads.get(key, 0)
         times = min(here_s or start_s, start_s), start_s, end_s
