@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import dask
 import hypothesis
 import pytest
-from distributed import Client, LocalCluster, Nanny
+from distributed import Client, LocalCluster, Nanny, utils_test
 
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
@@ -26,6 +27,10 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+
+# A test has thirty seconds by default, which a busy machine exceeds. Test modules are imported
+# later than this file.
+utils_test.gen_cluster = functools.partial(utils_test.gen_cluster, timeout=120)
 
 
 def pytest_configure() -> None:

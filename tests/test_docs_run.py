@@ -44,7 +44,7 @@ BLOCK = re.compile(
 MARKS = {None, "not run", "needs", "any status", "file", "stays", "output"}
 #: Marks of blocks that run to their end.
 RUN = {None, "needs", "any status"}
-LIMIT_S = 120
+LIMIT_S = 280
 #: What an installation from a checkout reads.
 CHECKOUT = ("dask_gpurt", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 #: Commands of the environment that the tests run in.

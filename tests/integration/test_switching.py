@@ -23,6 +23,9 @@ from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
 
+#: For tests in which nothing may wait for a silent worker: such a wait exceeds the test's time.
+waits_do_not_end = patch("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 1_000.0)
+
 
 @pytest.mark.parametrize("owns_loop", [False, True])
 def test_closed_client_is_refused(owns_loop):
@@ -113,7 +116,8 @@ async def test_client_of_another_version_does_not_block_others(c, s, a, b, monke
     assert (await dask_gpurt.status(c))["active"]
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+@waits_do_not_end
 async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     """Enabling takes less time than the wait for a silent worker."""
     comes_to = held_up(b)
@@ -130,7 +134,8 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     await enabled
 
 
-@gen_cluster(client=True, nthreads=[("", 1)] * 2, timeout=8)
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+@waits_do_not_end
 async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     """Disabling takes less time than the wait for a silent worker."""
     await dask_gpurt.enable(c)
@@ -168,8 +173,8 @@ async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
     nthreads=[("", 1)],
     scheduler_kwargs={"extensions": {}},
     worker_kwargs={"extensions": {}},
-    timeout=8,
 )
+@waits_do_not_end
 async def test_scheduler_without_extensions_runs_dask(c, s, a):
     """No call waits for a runtime that cannot start."""
     for _ in range(2):
@@ -203,7 +208,8 @@ async def test_scheduler_that_failed_to_start_is_not_asked(c, s, a):
     assert (await dask_gpurt.status(c))["active"]
 
 
-@gen_cluster(client=True, nthreads=[("", 1)], timeout=8)
+@gen_cluster(client=True, nthreads=[("", 1)])
+@waits_do_not_end
 async def test_nothing_waits_for_a_runtime_that_failed_to_start(c, s, a):
     with patch("dask_gpurt.plugins.patches.p2p.SpecSwap", side_effect=KeyError("moved")):
         with pytest.raises(KeyError, match="moved"):

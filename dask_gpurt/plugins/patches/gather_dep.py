@@ -82,14 +82,18 @@ class ValueTransfers:
         self._n_ended = 0
         self._ended = asyncio.Event()
         self._is_short = False
+        #: Values that are to be fetched without a broadcast.
+        self._unshared: set[Any] = set()
         stock_gather_dep, stock_reuse = worker.gather_dep, worker.rpc.reuse
 
         async def gather_dep(
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
         ) -> Any:
             arrived: dict[Any, Any] = {}
-            if total_nbytes >= least_nbytes:
-                tasks = self._worker.state.tasks
+            is_again = not self._unshared.isdisjoint(to_gather)
+            self._unshared.difference_update(to_gather)
+            tasks = self._worker.state.tasks
+            if total_nbytes >= least_nbytes and not is_again:
                 sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
                 arrived = await broadcasts(sizes)
             if not arrived:
@@ -103,13 +107,20 @@ class ValueTransfers:
                     stimulus_id=f"gpurt-broadcast-{time()}",
                 )
             event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
-            while isinstance(event, GatherDepBusyEvent):
-                # The worker would take this event for all values, and fetch all of them later.
+            # The worker would take this event for all values, and fetch all of them later.
+            while isinstance(event, GatherDepBusyEvent) and self._are_needed(rest):
                 await asyncio.sleep(_BUSY_S)
                 event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
             if isinstance(event, GatherDepSuccessEvent):
                 event.data.update(arrived)
-            return event
+            if not isinstance(event, (GatherDepFailureEvent, GatherDepBusyEvent)):
+                return event
+            # Values that have arrived would fail with the others, or with a task that nobody needs
+            # any more. The worker fetches all of them again, as with stock Dask.
+            self._unshared = {key for key in (*self._unshared, *to_gather) if key in tasks}
+            return GatherDepBusyEvent(
+                worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-again-{time()}"
+            )
 
         async def fetch(
             worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
@@ -151,6 +162,10 @@ class ValueTransfers:
         nbytes = event.total_nbytes if data else 0
         path = "fetch" if data else type(event).__name__
         return LedgerEntry(FETCH, path, nbytes, start_s, ledger.clock(), peer, key=user)
+
+    def _are_needed(self, keys: Collection[Any]) -> bool:
+        tasks = self._worker.state.tasks
+        return any(key in tasks and tasks[key].waiters for key in keys)
 
     def task_ended(self) -> None:
         """Note that a task of this worker ended, or a value left it: there may be memory now."""

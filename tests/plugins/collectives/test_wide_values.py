@@ -191,7 +191,8 @@ async def test_a_value_that_is_being_fetched_is_left_to_the_fetch(c, s, *workers
     source.handlers["get_data"] = held
     use = c.submit(len, value, workers=[target.address])
     await is_asked.wait()
-    assert take_replica(target, value.key, made(LARGE_NBYTES)) is None
+    version = s.plugins["gpurt"].collectives.broadcaster.versions.of(s.tasks[value.key])
+    assert await take_replica(target, value.key, made(LARGE_NBYTES), version) is None
     may_answer.set()
     assert await use == LARGE_NBYTES // 8
     assert target.status == Status.running
@@ -203,4 +204,4 @@ async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
     await used_by(c, s, value, workers)
     assert not s.plugins["gpurt"].collectives.broadcaster._wide._under_way
     attached = [worker.plugins["gpurt"]._attachment for worker in workers]
-    assert not any(one._broadcasts.awaited._arrived for one in attached)
+    assert not any(one._broadcasts.awaited._fetches for one in attached)

@@ -2,7 +2,10 @@
 
 Before a worker fetches a large value for a task, it asks the scheduler whether a broadcast brings
 it (`wide_values`). If so, it waits for the broadcast. If the scheduler is slow to answer, or the
-broadcast fails, the worker fetches the value as with stock Dask.
+broadcast fails or takes too long, the worker fetches the value as with stock Dask.
+
+A key may be used anew for another value while the old one is still under way. So the scheduler
+says which version of the key it means, and a broadcast which one it brings.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import longest_s
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
 
 if TYPE_CHECKING:
@@ -22,6 +27,24 @@ logger = logging.getLogger("dask_gpurt")
 #: A worker waits this long for the scheduler's answer, and longer for larger values: as long as a
 #: transfer at this rate would take. So a busy scheduler does not hold up values for long.
 _LEAST_PATIENCE_S, _PATIENCE_RATE = 0.02, 2e9
+
+
+@dataclass(eq=False)
+class _AwaitingFetch:
+    """A fetch that waits for a broadcast."""
+
+    #: The values that have arrived, by version.
+    arrived: dict[int, Any] = field(default_factory=dict)
+    #: The version that the scheduler has promised.
+    version: int | None = None
+    #: Set when the promised value is here, or does not come.
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def value(self) -> tuple[Any, ...]:
+        """Return the promised value in a tuple, or an empty one."""
+        if self.version is None or self.version not in self.arrived:
+            return ()
+        return (self.arrived[self.version],)
 
 
 class AwaitedValues:
@@ -35,18 +58,20 @@ class AwaitedValues:
 
     def __init__(self, worker: Worker, *, is_on: bool) -> None:
         self._worker, self._is_on = worker, is_on
-        #: By key, the values that fetches wait for.
-        self._arrived: dict[Any, asyncio.Future[Any]] = {}
+        self._fetches: dict[Any, _AwaitingFetch] = {}
         #: Questions to the scheduler, which may outlive the fetch that asked.
         self._asking: set[asyncio.Task[None]] = set()
 
-    def arrived(self, key: Any, value: Any) -> bool:
-        """Hand a value of a broadcast to the fetch that waits for it; return whether one does."""
-        fetch = self._arrived.get(key)
-        if fetch is None or fetch.done():
+    async def offer(self, key: Any, version: int, value: Any) -> bool:
+        """Offer a value of a broadcast to the fetch of its key; return whether it is taken."""
+        fetch = self._fetches.get(key)
+        if fetch is None:
             return False
-        fetch.set_result(value)
-        return True
+        fetch.arrived[version] = value
+        if fetch.value():
+            fetch.is_over.set()
+        await fetch.is_over.wait()
+        return fetch.version == version
 
     async def get_all(self, sizes: Mapping[Any, int]) -> dict[Any, Any]:
         """Return the values that broadcasts bring. The worker must fetch the others.
@@ -64,26 +89,31 @@ class AwaitedValues:
 
     async def _get(self, key: Any, nbytes: int) -> tuple[Any, ...]:
         """Return the value that a broadcast brings in a tuple, or an empty one."""
-        arrived = self._arrived[key] = asyncio.get_running_loop().create_future()
-        asking = asyncio.create_task(self._until_it_is_over(key, nbytes))
+        fetch = self._fetches[key] = _AwaitingFetch()
+        asking = asyncio.create_task(self._until_it_is_over(key, nbytes, fetch))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         try:
             # The value may be here long before the broadcast ends on all workers.
-            await asyncio.wait({arrived, asking}, return_when=asyncio.FIRST_COMPLETED)
-            return (arrived.result(),) if arrived.done() else ()
+            await fetch.is_over.wait()
+            return fetch.value()
         finally:
-            del self._arrived[key]
+            del self._fetches[key]
 
-    async def _until_it_is_over(self, key: Any, nbytes: int) -> None:
-        """Return once no broadcast brings a value, or the scheduler takes too long to say so."""
+    async def _until_it_is_over(self, key: Any, nbytes: int, fetch: _AwaitingFetch) -> None:
+        """Return once no broadcast brings a value, or one takes too long, or the answer does."""
         scheduler: Any = self._worker.scheduler
         try:
             async with asyncio.timeout(max(_LEAST_PATIENCE_S, nbytes / _PATIENCE_RATE)):
-                comes = await scheduler.gpurt_wanted(key=key, worker=self._worker.address)
-            if comes:
-                await scheduler.gpurt_brought(key=key)
+                version = await scheduler.gpurt_wanted(key=key, worker=self._worker.address)
+            if version is not None:
+                fetch.version = version
+                if not fetch.value():
+                    async with asyncio.timeout(longest_s(nbytes)):
+                        await scheduler.gpurt_brought(key=key)
         except TimeoutError:
             pass
         except Exception as error:  # the runtime is off there, or the scheduler is gone
             logger.debug("nobody knows of a broadcast of %r: %r", key, error)
+        finally:
+            fetch.is_over.set()

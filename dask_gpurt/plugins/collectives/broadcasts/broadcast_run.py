@@ -49,6 +49,10 @@ WINDOW = 2
 N_ASKED = 64
 #: Longest time without a new slice, after which a broadcast has failed here.
 PATIENCE_S = 30.0
+#: Longest time until a worker answers the invitation to a broadcast.
+JOIN_PATIENCE_S = 5.0
+#: A broadcast that is slower, in bytes a second, and takes longer than `PATIENCE_S`, has failed.
+LEAST_RATE = 50e6
 #: Number of a slice, its bytes, and its checksum or 0.
 _HEADER = struct.Struct("<QQQ")
 _NO_BYTES = np.empty(0, dtype=np.uint8)
@@ -260,6 +264,11 @@ def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
         start += part.nbytes
 
 
+def longest_s(nbytes: int) -> float:
+    """Return the seconds after which nobody waits any longer for a broadcast of so many bytes."""
+    return PATIENCE_S + nbytes / LEAST_RATE
+
+
 async def spread(
     links: Links,
     rpc: Callable[[str], Any],
@@ -269,6 +278,7 @@ async def spread(
     stretches: Sequence[Buffer],
     workers: Sequence[str],
     n_slices: int,
+    version: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """Send a value from here to these workers.
 
@@ -281,6 +291,9 @@ async def spread(
         Address of the sender.
     header, stretches
         The value, as `patches.values.replicate.serialize` returns it.
+    version
+        The scheduler's number for the task of the value, with which workers tell it of their
+        copies; 0 if the caller does.
 
     Returns
     -------
@@ -289,13 +302,17 @@ async def spread(
         each other one, the reason.
     """
 
-    async def ask(peers: Sequence[str], handler: str, **message: Any) -> dict[str, dict[str, Any]]:
+    async def ask(
+        peers: Sequence[str], handler: str, limit_s: float, **message: Any
+    ) -> dict[str, dict[str, Any]]:
         """Call a handler of other workers; a failure is an answer with the reason."""
 
         async def one(peer: str) -> dict[str, Any]:
             try:
-                async with room:
+                async with room, asyncio.timeout(limit_s):
                     return dict(await getattr(rpc(peer), handler)(name=name, **message))
+            except TimeoutError:
+                return {"why_not": f"no answer in {limit_s:g} s"}
             except Exception as error:  # the peer is gone, or it raised this
                 return {"why_not": str(error) or type(error).__name__}
 
@@ -306,11 +323,14 @@ async def spread(
 
     name = uuid4().hex
     room = asyncio.Semaphore(N_ASKED)
-    n_slices = max(1, min(n_slices, sum(one.nbytes for one in stretches)))
+    nbytes = sum(one.nbytes for one in stretches)
+    n_slices = max(1, min(n_slices, nbytes))
     answers = await ask(
         workers,
         "gpurt_broadcast_join",
+        JOIN_PATIENCE_S,
         key=key,
+        version=version,
         workers=[address, *workers],
         header=header,
         lengths=[one.nbytes for one in stretches],
@@ -318,12 +338,13 @@ async def spread(
     )
     if absent := failed(answers):
         # Without a worker, slices have another way. The caller may try again.
-        await ask([one for one in workers if one not in absent], "gpurt_broadcast_leave")
+        present = [one for one in workers if one not in absent]
+        await ask(present, "gpurt_broadcast_leave", JOIN_PATIENCE_S)
         return {"reached": {}, "failed": absent}
     run = BroadcastRun(links, name, [address, *workers], 0, stretches, n_slices)
     sending = asyncio.ensure_future(run.run())
     try:
-        answers = await ask(workers, "gpurt_broadcast_end")
+        answers = await ask(workers, "gpurt_broadcast_end", longest_s(nbytes))
     finally:
         sending.cancel()
     absent = failed(answers)

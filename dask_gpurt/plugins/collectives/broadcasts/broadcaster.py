@@ -23,7 +23,13 @@ from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import spread
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import WideValues
 from dask_gpurt.plugins.patches.p2p import to_serialize
-from dask_gpurt.plugins.patches.values.replicate import KeptReplicas, ReplicateSwap, stretches_of
+from dask_gpurt.plugins.patches.values.replicate import (
+    CopyReports,
+    KeptReplicas,
+    ReplicateSwap,
+    TaskVersions,
+    stretches_of,
+)
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -60,7 +66,10 @@ class Broadcaster:
         self._kept = KeptReplicas(scheduler)
         self._swap = ReplicateSwap(scheduler, self.broadcast, self.scatter, self._kept.keep)
         needed = partial(self.broadcast, stock_units=fetch_units)
-        self._wide = WideValues(scheduler, needed, ready)
+        #: Tell tasks of the same key apart.
+        self.versions = TaskVersions()
+        self._copies = CopyReports(scheduler, self.versions)
+        self._wide = WideValues(scheduler, needed, self.versions.of, ready)
         self.n_values = self.n_copies = self.nbytes = 0
         self.seconds = 0.0
         self._recent: deque[dict[str, Any]] = deque(maxlen=N_RECENT)
@@ -74,6 +83,7 @@ class Broadcaster:
     def close(self) -> None:
         """Remove the handlers of workers."""
         self._wide.close()
+        self._copies.close()
 
     def report(self) -> dict[str, Any]:
         """Return what was broadcast."""
@@ -140,7 +150,10 @@ class Broadcaster:
         began_s = time()
         try:
             answer = await self._scheduler.rpc(root.address).gpurt_broadcast(
-                key=ts.key, workers=others, n_slices=n_slices
+                key=ts.key,
+                workers=others,
+                n_slices=n_slices,
+                version=self.versions.of(ts),
             )
         except Exception as error:
             # The value cannot be pickled, or the worker is gone: stock Dask says so in its way.
@@ -148,11 +161,9 @@ class Broadcaster:
             return {root.address}
         for address in answer["reached"]:
             ws = self._scheduler.workers.get(address)
+            # The worker's own report may come later than this answer.
             if ws is not None and self._scheduler.tasks.get(ts.key) is ts and ts.state == "memory":
                 self._scheduler.add_replica(ts, ws)
-            else:  # the client has dropped it meanwhile
-                message = {"op": "free-keys", "keys": [ts.key], "stimulus_id": f"gpurt-{began_s}"}
-                self._scheduler.worker_send(address, message)
         way = [root.address, *others], n_slices
         self._count(ts.key, nbytes, way, answer, time() - began_s, stock_units)
         return set(answer["failed"])

@@ -35,6 +35,8 @@ class WideValues:
     ----------
     broadcast
         Copies a value to workers, as far as it can.
+    version_of
+        Returns the number of a task, which differs from that of an earlier task with its key.
     ready
         Addresses of workers that run the runtime.
     """
@@ -43,13 +45,15 @@ class WideValues:
         self,
         scheduler: Scheduler,
         broadcast: Callable[[TaskState, Collection[WorkerState]], Awaitable[None]],
+        version_of: Callable[[TaskState], int],
         ready: Collection[str],
     ) -> None:
         self._scheduler = scheduler
         self._broadcast = broadcast
+        self._version_of = version_of
         self._ready = ready
-        #: By key, the broadcast under way and the workers that it is for.
-        self._under_way: dict[Any, tuple[asyncio.Task[None], set[str]]] = {}
+        #: By number of the task, the broadcast under way and the workers that it is for.
+        self._under_way: dict[int, tuple[asyncio.Task[None], set[str]]] = {}
         self._is_on = True
         self._handlers: dict[str, Callable[..., Any]]
         self._handlers = {"gpurt_wanted": self.wanted, "gpurt_brought": self.brought}
@@ -64,30 +68,28 @@ class WideValues:
         for name in self._handlers:
             self._scheduler.handlers.pop(name, None)
 
-    async def wanted(self, key: Any, worker: str) -> bool:
-        """Handler: return whether a broadcast brings a value to a worker that needs it."""
+    async def wanted(self, key: Any, worker: str) -> int | None:
+        """Handler: return the version that a broadcast brings to a worker, or None for none."""
         request_checks.key(key)
         request_checks.name("worker", worker)
-        if key not in self._under_way:
-            self._begin(key)
-        _, targets = self._under_way.get(key, (None, ()))
-        return worker in targets
+        ts = self._scheduler.tasks.get(key)
+        if ts is None:
+            return None
+        version = self._version_of(ts)
+        if version not in self._under_way:
+            self._begin(ts, version)
+        _, targets = self._under_way.get(version, (None, ()))
+        return version if worker in targets else None
 
     async def brought(self, key: Any) -> None:
         """Handler: answer when no broadcast of a value is under way any more."""
-        task, _ = self._under_way.get(request_checks.key(key), (None, ()))
-        if task is not None:
-            await asyncio.wait({task})
+        ts = self._scheduler.tasks.get(request_checks.key(key))
+        if ts is not None and (under_way := self._under_way.get(self._version_of(ts))):
+            await asyncio.wait({under_way[0]})
 
-    def _begin(self, key: Any) -> None:
+    def _begin(self, ts: TaskState, version: int) -> None:
         """Begin a broadcast of a value if tasks on enough workers need it."""
-        ts = self._scheduler.tasks.get(key)
-        if (
-            not self._is_on
-            or ts is None
-            or ts.state != "memory"
-            or ts.get_nbytes() < LEAST_WIDE_NBYTES
-        ):
+        if not self._is_on or ts.state != "memory" or ts.get_nbytes() < LEAST_WIDE_NBYTES:
             return
         holders = ts.who_has or set()
         needing = {
@@ -101,5 +103,5 @@ class WideValues:
         if len(needing) < max(LEAST_WORKERS, len(holders) + 1):
             return
         task = asyncio.ensure_future(self._broadcast(ts, needing))
-        self._under_way[key] = task, {ws.address for ws in needing}
-        task.add_done_callback(lambda _: self._under_way.pop(key, None))
+        self._under_way[version] = task, {ws.address for ws in needing}
+        task.add_done_callback(lambda _: self._under_way.pop(version, None))

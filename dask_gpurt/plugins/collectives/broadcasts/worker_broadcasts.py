@@ -4,7 +4,8 @@ The scheduler calls `gpurt_broadcast` on a worker that has the value. That worke
 and tells the others about it (`gpurt_broadcast_join`). When all have memory for it, slices go their
 way (`gpurt_broadcast_slice`), and each worker says how it ended (`gpurt_broadcast_end`).
 
-A broadcast goes on without a worker that fails. The scheduler is told who has the value.
+A broadcast goes on without a worker that fails. Each worker tells the scheduler of its copy: the
+sender may be gone by then, or the key used anew.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class WorkerBroadcasts:
         ]
 
     async def gpurt_broadcast(
-        self, key: Any, workers: Sequence[str], n_slices: int
+        self, key: Any, workers: Sequence[str], n_slices: int, version: int
     ) -> dict[str, Any]:
         """Handler: send a value of this worker to others.
 
@@ -75,6 +76,7 @@ class WorkerBroadcasts:
             stretches,
             workers,
             n_slices,
+            version,
         )
 
     async def gpurt_broadcast_join(
@@ -85,10 +87,12 @@ class WorkerBroadcasts:
         header: Any,
         lengths: Sequence[int],
         n_slices: int,
+        version: int = 0,
     ) -> dict[str, Any]:
         """Handler: prepare for the slices of a value; answer when there is memory for them."""
         request_checks.name("name", name)
         request_checks.key(key)
+        request_checks.count("version", version)
         nbytes = sum(request_checks.lengths(lengths))
         if not 0 < request_checks.count("n_slices", n_slices) <= max(1, nbytes):
             raise ProtocolError(f"{n_slices} slices of {nbytes} bytes")
@@ -110,10 +114,10 @@ class WorkerBroadcasts:
             try:
                 await run.run()
                 value = await asyncio.to_thread(received.value)
-                if self.awaited.arrived(key, value):
+                if await self.awaited.offer(key, version, value):
                     return int(safe_sizeof(value))
-                size = take_replica(self._worker, key, value)
-                return "it fetches the value itself" if size is None else size
+                size = await take_replica(self._worker, key, value, version)
+                return "it does not need the value from here" if size is None else size
             except Exception as error:
                 # As text: an error would keep the memory of the value.
                 logger.warning("a broadcast failed here: %s", error)

@@ -10,6 +10,8 @@ copies, and which workers get them | |
 seconds, also those that a client asked for (dask/dask#11148) | `KeptReplicas.uninstall` |
 | `Worker.update_data`; `WorkerState.tasks`, `.in_flight_tasks` | gives a worker a replica, unless
 it is fetching one | |
+| `Scheduler.stream_handlers`, `.worker_send`, message `free-keys` of workers | hears of a
+worker's copy, and has it dropped if the key is gone or used anew | `CopyReports.close` |
 | `serialize`, `deserialize`, `Serialized`, `merge_and_deserialize` and `decompress` of
 `distributed.protocol` | a value as frames of bytes, and back | |
 
@@ -21,13 +23,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 import numpy.typing as npt
 from distributed.active_memory_manager import ReduceReplicas
+from distributed.metrics import time
 from distributed.protocol import deserialize
 from distributed.protocol import serialize as _serialize
 from distributed.protocol.compression import decompress
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
 
 Buffer = npt.NDArray[np.uint8]
+#: A worker's message to the scheduler: it has a copy.
+_COPIED = "gpurt-copied"
+#: A worker's question before it keeps a copy.
+_IS_WANTED = "gpurt_copy_is_wanted"
 #: Copies values to all of these workers, as far as it can; stock Dask makes the missing copies.
 Broadcast = Callable[["TaskState", Collection["WorkerState"]], Awaitable[None]]
 #: Copies a serialised value to workers; returns the addresses of those that have it, with its size.
@@ -190,16 +197,92 @@ class KeptReplicas:
             self._manager.add_policy(one)
 
 
-def take_replica(worker: Worker, key: Any, value: Any) -> int | None:
-    """Give a worker a replica, and return its size. The caller tells the scheduler.
+class TaskVersions:
+    """Numbers of tasks, from 1: a task has another one than an earlier task with its key."""
 
-    Returns None, and leaves the value, if the worker is fetching it. Otherwise the task could be
-    forgotten before the fetch ends, which closes the worker.
+    def __init__(self) -> None:
+        #: By key: tasks with the same key are equal.
+        self._numbers: dict[Any, tuple[ref[TaskState], int]] = {}
+        self._next = count(1)
+
+    def of(self, ts: TaskState) -> int:
+        key = ts.key
+        task, number = self._numbers.get(key, (None, 0))
+        if task is not None and task() is ts:
+            return number
+
+        def forget(dead: ref[TaskState]) -> None:
+            if self._numbers.get(key, (None, 0))[0] is dead:
+                del self._numbers[key]
+
+        self._numbers[key] = ref(ts, forget), (number := next(self._next))
+        return number
+
+
+def _ignored(**_: Any) -> None:
+    pass
+
+
+class CopyReports:
+    """Hears from workers that they have a copy, until `close`.
+
+    Stock Dask's message for this, `add-keys`, says nothing about the version. A copy of an old
+    value would count as one of the new value that has its key.
     """
+
+    def __init__(self, scheduler: Scheduler, versions: TaskVersions) -> None:
+        self._scheduler, self._versions = scheduler, versions
+        scheduler.stream_handlers[_COPIED] = self._copied
+        scheduler.handlers[_IS_WANTED] = self._is_wanted
+
+    async def _is_wanted(self, key: Any, version: int) -> bool:
+        """Handler: return whether the value with a key is still the one of this version."""
+        ts = self._scheduler.tasks.get(key)
+        return ts is not None and ts.state == "memory" and self._versions.of(ts) == version
+
+    def _copied(self, key: Any, version: int, worker: str, stimulus_id: str) -> None:
+        ws, ts = self._scheduler.workers.get(worker), self._scheduler.tasks.get(key)
+        if ws is None:
+            return
+        if ts is not None and ts.state == "memory" and self._versions.of(ts) == version:
+            self._scheduler.add_replica(ts, ws)
+        elif ts is None or ws not in (ts.who_has or ()):
+            message = {"op": "free-keys", "keys": [key], "stimulus_id": stimulus_id}
+            self._scheduler.worker_send(worker, message)
+
+    def close(self) -> None:
+        """Take no more reports.
+
+        A message may be under way. Without a handler, it would close the worker's connection.
+        """
+        self._scheduler.handlers.pop(_IS_WANTED, None)
+        self._scheduler.stream_handlers[_COPIED] = _ignored
+
+
+async def take_replica(worker: Worker, key: Any, value: Any, version: int) -> int | None:
+    """Give a worker a replica, tell the scheduler, and return its size.
+
+    Returns None, and leaves the value, if the scheduler has forgotten it, or if the worker is
+    fetching it. Otherwise the task could be forgotten before the fetch ends, which closes the
+    worker.
+
+    Parameters
+    ----------
+    version
+        The scheduler's number for the task; 0 if the scheduler does not know the key yet. Then
+        the caller tells it.
+    """
+    if version and not await getattr(worker.scheduler, _IS_WANTED)(key=key, version=version):
+        return None
     task = worker.state.tasks.get(key)
     if task is not None and task in worker.state.in_flight_tasks:
         return None
-    return int(worker.update_data({key: value})["nbytes"][key])
+    size = int(worker.update_data({key: value})["nbytes"][key])
+    if version:
+        stimulus_id = f"gpurt-copied-{time()}"
+        told = {"op": _COPIED, "key": key, "version": version, "stimulus_id": stimulus_id}
+        worker.batched_send(told)
+    return size
 
 
 def serialize(value: Any) -> tuple[Any, list[Buffer]]:
