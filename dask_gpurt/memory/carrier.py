@@ -20,8 +20,9 @@ from typing import Any
 from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
 from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.failed_reads import FailedReads, is_short
+from dask_gpurt.memory.decisions.levels import Value
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
-from dask_gpurt.memory.decisions.residency import Residency, Value
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.tiers import DirectTier, Lane, Lanes, Packing, Tier
 
 logger = logging.getLogger("dask_gpurt.memory")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dask_gpurt.memory.decisions.residency import Level
+from dask_gpurt.memory.decisions.levels import Level
 
 
 @dataclass(eq=False)

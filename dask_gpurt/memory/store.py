@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from dask_gpurt.memory.carrier import Carrier, NotRestoredError
 from dask_gpurt.memory.decisions.admission import Admission, Claim
 from dask_gpurt.memory.decisions.failed_reads import FailedRead, FailedReads
-from dask_gpurt.memory.decisions.residency import Level, Priority, Residency, Value
+from dask_gpurt.memory.decisions.levels import Level, Priority, Value
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.files.inherited import Inherited
 from dask_gpurt.memory.send_buffers import SendBuffers
 from dask_gpurt.memory.store_report import explained, reported, spilled_nbytes

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from dask_gpurt.memory.decisions.admission import Admission
+from dask_gpurt.memory.decisions.levels import Value
 from dask_gpurt.memory.decisions.moves import Load, Put
-from dask_gpurt.memory.decisions.residency import SMALL_NBYTES, Residency, Value
+from dask_gpurt.memory.decisions.residency import SMALL_NBYTES, Residency
 
 
 def explained(residency: Residency, key: Hashable) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.frames.flat.values import flatten, restore
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
-from dask_gpurt.memory.decisions.residency import Level, Residency
+from dask_gpurt.memory.decisions.levels import Level
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.device_values import device_packing, is_on_device
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from dask_gpurt.memory.store import HOST, TieredStore

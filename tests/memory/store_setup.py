@@ -9,7 +9,8 @@ import numpy as np
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
-from dask_gpurt.memory.decisions.residency import Level, Residency
+from dask_gpurt.memory.decisions.levels import Level
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.host_tiers import PinnedTier
 from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing

@@ -20,7 +20,8 @@ from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.flat.values import flatten, restore
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
-from dask_gpurt.memory.decisions.residency import Level, Residency
+from dask_gpurt.memory.decisions.levels import Level
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from dask_gpurt.memory.decisions.residency import Priority, Residency, Value
+from dask_gpurt.memory.decisions.levels import Priority, Value
+from dask_gpurt.memory.decisions.residency import Residency
 
 
 @dataclass(eq=False, slots=True)

@@ -51,8 +51,10 @@ class EvictionOrder(Generic[T]):
         self._changes += 1
 
     def remove(self, value: T) -> None:
-        del self._members[value]
-        self._changes += 1
+        """Rank a value no more; it may have been removed before."""
+        if value in self._members:
+            del self._members[value]
+            self._changes += 1
 
     def changed(self) -> None:
         """Count a value whose rank changed."""

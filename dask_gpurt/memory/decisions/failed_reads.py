@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dask_gpurt.memory.decisions.residency import Value
+from dask_gpurt.memory.decisions.levels import Value
 
 #: A read that was not retried for so long is forgotten.
 FORGET_S = 5.0

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from dask_gpurt.memory.decisions.backoff import Backoff
 from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
 from dask_gpurt.memory.decisions.eviction_policy import EvictionCandidate, EvictionPolicy
+from dask_gpurt.memory.decisions.levels import Level, Priority, Value
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
-
-#: Dask's priorities: the smaller, the sooner.
-Priority = tuple[float, ...]
 
 #: Moves that may be in flight at once in each direction: few, so that decisions stay fresh.
 MAX_MOVES = 4
@@ -37,81 +33,6 @@ LOW_WATER = 0.95
 #: Share of a level that prefetched values may hold, except for the first one. More would hide no
 #: more of the reading, and each byte of it evicts one that is needed later.
 AHEAD_SHARE = 0.1
-
-
-@dataclass(eq=False, slots=True)
-class Value:
-    """The state of one key."""
-
-    key: Hashable
-    serial: int
-    top_level: int
-    nbytes: int
-    last_used: int
-    #: Bytes that this value takes, by level. Never empty.
-    copies: dict[int, int] = field(default_factory=dict)
-    moving: Put | Load | None = None
-    #: Running tasks that need the object in memory.
-    pins: int = 0
-    #: A task has just used it. Without another known use, its release is probably on its way.
-    eviction_deferred: bool = False
-    #: Levels that never take it. Its top level is one if the object cannot be restored.
-    refused: set[int] = field(default_factory=set)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the object is in its top level."""
-        return self.top_level in self.copies
-
-
-@dataclass(eq=False, slots=True)
-class Level:
-    """One level of memory: a top level or a tier.
-
-    Parameters
-    ----------
-    name
-        Name that users see.
-    capacity_nbytes
-        Most bytes it should hold; None for no limit.
-    """
-
-    name: str
-    capacity_nbytes: int | None = None
-    used_nbytes: int = 0
-    #: Reserved for loads in flight and for outputs of running tasks.
-    reserved_nbytes: int = 0
-    #: Bytes that become free once writes in flight are complete.
-    leaving_nbytes: int = 0
-    #: A put failed for lack of room or for an error. Ends with `retry`, or when room becomes free.
-    is_blocked: bool = False
-    #: The retry delay after the tier had no room; and whether a new failure is still to be counted.
-    backoff: Backoff = field(default_factory=Backoff)
-    was_full: bool = False
-    members: dict[Hashable, Value] = field(default_factory=dict)
-
-    def retry(self, now_s: float) -> None:
-        """Allow puts again after a failure: at once, or after a delay if there was no room.
-
-        Without the delay, values would be serialized over and over for nothing.
-        """
-        if self.was_full:
-            self.was_full = False
-            self.backoff = self.backoff.after_failure(now_s)
-        if not self.backoff.is_waiting(now_s):
-            self.is_blocked = False
-
-    def has_room(self) -> None:
-        """Note that a put succeeded or that a copy was freed."""
-        self.is_blocked = self.was_full = False
-        self.backoff = Backoff()
-
-    def shortage_nbytes(self, want_nbytes: int = 0, mark: float = 1.0) -> int:
-        """Return the bytes above a share of the capacity if `want_nbytes` more arrived."""
-        if self.capacity_nbytes is None:
-            return 0
-        taken = self.used_nbytes + self.reserved_nbytes + want_nbytes - self.leaving_nbytes
-        return max(0, taken - int(self.capacity_nbytes * mark))
 
 
 class Residency:
@@ -229,6 +150,8 @@ class Residency:
         value.moving = None
         value.refused.update(refused)
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
+        if self._is_stuck(value):
+            self._order(value, move.source).remove(value)
 
     def load_done(self, move: Load) -> bool:
         """Note that a value was loaded; return False if it is no longer useful."""
@@ -445,7 +368,22 @@ class Residency:
         # Copies that are being read must stay: for a load, or for a write further down.
         return value.moving is None
 
+    def _is_stuck(self, value: Value) -> bool:
+        return len(value.copies) == 1 and value.refused.issuperset(self.chains[value.top_level])
+
     def _victims(self, number: int, spare: frozenset[Hashable]) -> Iterator[Value]:
+        """Yield the values to evict from a level, the best one first.
+
+        If no tier below takes any value, only clean ones can leave. To look at all others each
+        time would keep the event loop busy while a disk is full.
+        """
+        if not self._some_may_sink(number):
+            clean = self.levels[number].clean.values()
+            ranked = sorted(clean, key=lambda one: (one.nbytes >= SMALL_NBYTES, self._rank(one)))
+            for value in reversed(ranked):
+                if value.key not in spare and self._may_leave(value, number):
+                    yield value
+            return
         for order in self._orders[number]:
             order.refresh()
             seen: dict[Value, None] = {}
@@ -460,7 +398,16 @@ class Residency:
                     if value.key not in spare and self._may_leave(value, number):
                         yield value
             finally:
-                order.ranked.extend(reversed(seen))
+                order.ranked.extend(value for value in reversed(seen) if not self._is_stuck(value))
+
+    def _some_may_sink(self, number: int) -> bool:
+        """Return whether a tier below a level takes values."""
+        return any(
+            tier > number and not self.levels[tier].is_blocked
+            for top, chain in self.chains.items()
+            if number == top or number in chain
+            for tier in chain
+        )
 
     def _order(self, value: Value, number: int) -> EvictionOrder[Value]:
         return self._orders[number][value.nbytes < SMALL_NBYTES]
@@ -484,6 +431,9 @@ class Residency:
         level = self.levels[number]
         value.copies[number] = nbytes
         level.members[value.key] = value
+        if len(value.copies) > 1:
+            for each in value.copies:
+                self.levels[each].clean[value.key] = value
         level.used_nbytes += nbytes
         self._order(value, number).add(value)
 
@@ -491,6 +441,10 @@ class Residency:
         level = self.levels[number]
         level.used_nbytes -= value.copies.pop(number)
         del level.members[value.key]
+        level.clean.pop(value.key, None)
+        if len(value.copies) == 1:
+            (last,) = value.copies
+            self.levels[last].clean.pop(value.key, None)
         level.has_room()
         self._order(value, number).remove(value)
         self._done.append(Drop(value.key, value.serial, number))

@@ -28,7 +28,8 @@ from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.foresight import reachable
 from dask_gpurt.memory.decisions.group_sizes import GroupSizes
-from dask_gpurt.memory.decisions.residency import Residency, Value
+from dask_gpurt.memory.decisions.levels import Value
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
 from dask_gpurt.plugins.memory.get_data import DataServer

@@ -21,7 +21,7 @@ import dask.config
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices.host_memory.pinned import PinnedPool
 from dask_gpurt.frames.flat.values import flatten, restore
-from dask_gpurt.memory.decisions.residency import Level
+from dask_gpurt.memory.decisions.levels import Level
 from dask_gpurt.memory.files.directory import sweep
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier

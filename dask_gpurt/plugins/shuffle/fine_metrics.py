@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator
 
-from dask_gpurt.memory.decisions.residency import Value
+from dask_gpurt.memory.decisions.levels import Value
 from dask_gpurt.plugins.patches.p2p import context_meter
 from dask_gpurt.shuffle.figures import RunFigures
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from dask_gpurt.memory.decisions.failed_reads import FORGET_S, FailedReads, is_short
-from dask_gpurt.memory.decisions.residency import Value
+from dask_gpurt.memory.decisions.levels import Value
 
 
 def value(serial):

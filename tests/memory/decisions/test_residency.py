@@ -7,13 +7,13 @@ import pytest
 from dask_gpurt.memory.decisions.admission import Admission
 from dask_gpurt.memory.decisions.eviction_order import RANKED_AT_ONCE
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.levels import Level
 from dask_gpurt.memory.decisions.moves import Drop, Load, Put
 from dask_gpurt.memory.decisions.residency import (
     AHEAD_SHARE,
     MAX_MOVES,
     MAX_PASSED,
     SMALL_NBYTES,
-    Level,
     Residency,
 )
 
@@ -416,3 +416,46 @@ def test_many_small_values_do_not_delay_large_evictions(n_small, may_leave):
                     residency.put_done(move, SMALL_NBYTES)
                     residency.take_moves()
         assert residency.levels[0].used_nbytes <= n_small + room
+
+
+@pytest.mark.parametrize("how", ["the disk is full", "the disk refuses all values"])
+def test_decisions_are_quick_if_nothing_can_be_evicted(how, monkeypatch):
+    looked_at, evict = [], Residency._evict
+
+    def counted(residency, value, *args, **kwargs):
+        looked_at.append(value)
+        return evict(residency, value, *args, **kwargs)
+
+    monkeypatch.setattr(Residency, "_evict", counted)
+    residency = two_levels(1_000)
+    for number in range(100):
+        residency.insert(number, 30)
+    refused = {1} if how == "the disk refuses all values" else ()
+    while moves := residency.due():
+        for move in moves:
+            residency.put_failed(move, refused, is_full=not refused)
+    looked_at.clear()
+    for number in range(100, 110):
+        residency.insert(number, 30)
+        for move in residency.due():
+            residency.put_failed(move, refused)
+        assert not residency.evict_now(0, 30)
+    assert len(looked_at) <= 2 * 10
+
+
+def test_a_clean_value_leaves_although_the_disk_is_full():
+    residency = two_levels(100)
+    for key in "abcdef":
+        residency.insert(key, 30)
+    while moves := residency.due():
+        for move in moves:
+            if isinstance(move, Put) and move.key == "b":
+                assert residency.put_done(move, 30)
+            elif isinstance(move, Put):
+                residency.put_failed(move, is_full=True)
+    assert where(residency)["b"] == [1]
+    assert residency.load(residency.values["b"])
+    (move,) = residency.take_moves()
+    assert residency.load_done(move)
+    residency.levels[1].is_blocked = True
+    assert settle(residency) == [Drop("b", move.serial, MEMORY)]

@@ -15,12 +15,9 @@ from hypothesis.stateful import (
 
 from dask_gpurt.memory.decisions.admission import Admission
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
+from dask_gpurt.memory.decisions.levels import Level
 from dask_gpurt.memory.decisions.moves import Drop, Load, Put
-from dask_gpurt.memory.decisions.residency import (
-    MAX_MOVES,
-    Level,
-    Residency,
-)
+from dask_gpurt.memory.decisions.residency import MAX_MOVES, Residency
 
 
 class Histories(RuleBasedStateMachine):

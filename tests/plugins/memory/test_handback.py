@@ -12,7 +12,8 @@ from distributed.spill import SpillBuffer
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.errors import DamagedValueError
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
-from dask_gpurt.memory.decisions.residency import Level, Residency
+from dask_gpurt.memory.decisions.levels import Level
+from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier
 from dask_gpurt.memory.store import TieredStore
