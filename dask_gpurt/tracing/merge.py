@@ -85,7 +85,7 @@ class _Events:
 
     def __init__(self, recorded: RecordedProcess, zero_s: float, *, is_scheduler: bool) -> None:
         decoded = records.decode(recorded.data)
-        self.texts = decoded.texts
+        self.texts, self.names = decoded.texts, decoded.names
         self.recorded = recorded
         self.ended = recorded.ended or decoded.problem
         self.clock = ClockFit() if is_scheduler else _fit(recorded.exchanges)
@@ -115,11 +115,11 @@ class _Events:
 
     def messages(self, *paths: str) -> list[_Row]:
         """Return the messages of these paths that have a number."""
-        texts = self.texts
+        texts, names = self.texts, self.names
         return [
             row
             for row in self.rows(records.WORK)
-            if row.message and texts[row.lane] == _MESSAGES and texts[row.path] in paths
+            if row.message and names[row.lane] == _MESSAGES and texts[row.path] in paths
         ]
 
 
@@ -233,7 +233,7 @@ def _tasks(every: list[_Events], by_address: dict[str, int]) -> list[_TaskRun]:
         if (run := runs.get(row.key)) is not None:
             run.start_s, run.end_s = row.start_s, row.end_s
             run.here_s = row.start_s - row.message / 1e6
-            thread = texts[row.thread]
+            thread = scheduler.names[row.thread]
             run.hash, run.thread = row.nbytes, int(thread) if thread.isdecimal() else 0
     for row in scheduler.rows(records.NEEDS):
         if (run := runs.get(row.key)) is not None:
@@ -278,7 +278,7 @@ def _number_tasks(
         if run.row is not None:
             run.start_s, run.end_s = run.row.start_s, run.row.end_s
             run.here_s = run.start_s - run.row.message / 1e6
-            thread = every[run.process].texts[run.row.thread]
+            thread = every[run.process].names[run.row.thread]
             run.thread = int(thread) if thread.isdecimal() else run.thread
         # The scheduler's times hold: what the worker did lies between them.
         run.end_s = min(max(run.end_s, run.assigned_s), run.known_s)
@@ -336,7 +336,7 @@ def _sends(every: list[_Events], by_address: dict[str, int]) -> _Sends:
     for number, one in enumerate(every):
         for row in one.messages(SEND, RELAY):
             receiver = by_address.get(one.texts[row.peer], -1)
-            sent = _Sent(row.start_s, row.end_s, one.texts[row.way])
+            sent = _Sent(row.start_s, row.end_s, one.names[row.way])
             found[number, receiver, row.message] = sent
     return found
 
@@ -381,13 +381,13 @@ def _work(
     tasks: dict[int, list[tuple[float, int]]],
     wall_s: float,
 ) -> list[LaneWork]:
-    texts = one.texts
-    threads = [int(text) if text.isdecimal() else 0 for text in texts]
+    texts, names = one.texts, one.names
+    threads = [int(name) if name.isdecimal() else 0 for name in names]
     hashes = one.hashes()
     made = []
     for row in one.rows(records.WORK):
-        lane, path, peer = texts[row.lane], texts[row.path], texts[row.peer]
-        start_s, end_s, way = row.start_s, max(row.start_s, row.end_s), texts[row.way]
+        lane, path, peer = names[row.lane], texts[row.path], texts[row.peer]
+        start_s, end_s, way = row.start_s, max(row.start_s, row.end_s), names[row.way]
         is_inside = start_s >= 0 and end_s <= wall_s
         if lane == _MESSAGES and path == RECEIVE:
             sent = sends.get((by_address.get(peer, -1), process, row.message))
@@ -419,7 +419,7 @@ def _instants(process: int, one: _Events, wall_s: float) -> list[Instant]:
     found += [
         Instant(process, "eviction", row.start_s, texts[row.path])
         for row in one.rows(records.WORK)
-        if texts[row.lane] == _EVICTIONS and " > " in texts[row.path]
+        if one.names[row.lane] == _EVICTIONS and " > " in texts[row.path]
     ]
     return [it for it in found if 0 <= it.at_s <= wall_s]
 

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 #: Kinds of records. A `RUN` is one run of a task as its worker saw it; `ASSIGNED`, `TIMES` and
-#: `NEEDS` are parts of one as the scheduler saw it. A `KEY` tells the number of a key on a worker.
-WORK, RUN, KEY, INSTANT, SAMPLE, ASSIGNED, TIMES, NEEDS = range(1, 9)
+#: `NEEDS` are parts of one as the scheduler saw it. A `KEY` tells the number of a key on a worker,
+#: a `NAME` the text of the number of a lane, a way or a thread.
+WORK, RUN, KEY, INSTANT, SAMPLE, ASSIGNED, TIMES, NEEDS, NAME = range(1, 10)
 
 #: Most texts in a file. Later ones become `_MORE`.
 MOST_TEXTS = 1 << 20
@@ -26,11 +27,12 @@ MOST_CHARACTERS = 1000
 #: Longest file that is read.
 MOST_NBYTES = 1 << 40
 
-_MAGIC = b"gpT2"
+_MAGIC = b"gpT3"
 _HEADER = struct.Struct("<4sIIIII")
 _LENGTH = struct.Struct("<I")
 _RECORD = struct.Struct("<BBHHHIIIIIQddI")
 #: Fields of a record. What they mean depends on the kind; see the methods of `RecordEncoder`.
+#: `lane`, `way` and `thread` are numbers of names, which are few; keys would use them up.
 FIELDS = np.dtype(
     [
         ("kind", "u1"),
@@ -73,6 +75,7 @@ class RecordEncoder:
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {"": 0}
         self._texts: list[bytes] = [b""]
+        self._names: dict[str, int] = {"": 0}
         self._first_text = 0
         self._records = bytearray()
 
@@ -81,18 +84,26 @@ class RecordEncoder:
         """Number of records that no block has yet."""
         return len(self._records) // RECORD_NBYTES
 
-    def text(self, text: str, most: int = _MOST_LONG) -> int:
-        """Return the number that stands for a text; at most `most`, or that of another text."""
+    def text(self, text: str) -> int:
+        """Return the number that stands for a text, or for `_MORE`."""
         number = self._numbers.get(text)
         if number is None:
             if len(self._numbers) >= MOST_TEXTS and text != _MORE:
-                return self.text(_MORE, most)
+                return self.text(_MORE)
             number = self._numbers[text] = len(self._numbers)
             self._texts.append(text[:MOST_CHARACTERS].encode(errors="replace"))
-        return number if number <= most else 0
+        return number
 
-    def _short(self, text: str) -> int:
-        return self.text(text, _MOST_SHORT)
+    def _name(self, name: str) -> int:
+        """Return the number that stands for a name; 0 if there are too many."""
+        number = self._names.get(name)
+        if number is None:
+            if len(self._names) > _MOST_SHORT:
+                return 0
+            number = self._names[name] = len(self._names)
+            text = self.text(name)
+            self._records += _RECORD.pack(NAME, 0, number, 0, 0, text, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+        return number
 
     def work(
         self,
@@ -113,12 +124,14 @@ class RecordEncoder:
 
         `encoded_nbytes` of 4 GiB or more do not fit, and are left out.
         """
+        lane_number, way_number = self._name(lane), self._name(way)
+        thread_number = self._name(str(thread)) if thread else 0
         self._records += _RECORD.pack(
             WORK,
             0,
-            self._short(lane),
-            self._short(way) if way else 0,
-            self._short(str(thread)) if thread else 0,
+            lane_number,
+            way_number,
+            thread_number,
             self.text(path),
             self.text(peer) if peer else 0,
             key,
@@ -140,7 +153,7 @@ class RecordEncoder:
         self, key: int, here_s: float, start_s: float, end_s: float, thread: int = 0
     ) -> None:
         """Add a run of a task on this worker. All its inputs were here at `here_s`."""
-        name = self._short(str(thread)) if thread else 0
+        name = self._name(str(thread)) if thread else 0
         early = microseconds(start_s - here_s)
         self._records += _RECORD.pack(RUN, 0, 0, 0, name, 0, 0, key, 0, early, 0, start_s, end_s, 0)
 
@@ -194,7 +207,7 @@ class RecordEncoder:
         self, number: int, hash_: int, here_s: float, start_s: float, end_s: float, thread: int
     ) -> None:
         """Add Dask's own times of that run, on the scheduler's clock as Dask knows it."""
-        name = self._short(str(thread)) if thread else 0
+        name = self._name(str(thread)) if thread else 0
         early = microseconds(start_s - here_s)
         self._records += _RECORD.pack(
             TIMES, 0, 0, 0, name, 0, 0, number, 0, early, hash_, start_s, end_s, 0
@@ -230,13 +243,16 @@ class DecodedEvents(NamedTuple):
     ----------
     texts
         Texts by their numbers.
+    names
+        Names of lanes, ways and threads by their numbers.
     records
-        All records, with `FIELDS`.
+        All records but names, with `FIELDS`.
     problem
         Why the rest of the file could not be read; empty if all was read.
     """
 
     texts: list[str]
+    names: list[str]
     records: npt.NDArray[Any]
     problem: str = ""
 
@@ -245,24 +261,25 @@ def decode(data: bytes | bytearray | memoryview) -> DecodedEvents:
     """Return the events in a file, up to the first block that is damaged."""
     view = memoryview(data)
     texts: list[str] = []
+    names: list[str] = [""]
     found: list[npt.NDArray[Any]] = []
     problem = ""
     position = 0
     while position < len(view):
         try:
-            position, some = _decoded_block(view, position, texts)
+            position, some = _decoded_block(view, position, texts, names)
         except ValueError as error:
             problem = f"damaged after {position} of {len(view)} bytes ({error})"
             break
         found.append(some)
     records = np.concatenate(found) if found else np.empty(0, FIELDS)
-    return DecodedEvents(texts, records, problem)
+    return DecodedEvents(texts, names, records, problem)
 
 
 def _decoded_block(
-    view: memoryview, position: int, texts: list[str]
+    view: memoryview, position: int, texts: list[str], names: list[str]
 ) -> tuple[int, npt.NDArray[Any]]:
-    """Return the end and the records of a block, and add its texts. Raises `ValueError`."""
+    """Return the end and the records of a block; add its texts and names. Raises `ValueError`."""
     if len(view) - position < _HEADER.size:
         raise ValueError("no whole header")
     magic, checksum, n_texts, texts_nbytes, n_records, first_text = _HEADER.unpack_from(
@@ -281,8 +298,18 @@ def _decoded_block(
     new = _decoded_texts(view[begin:middle], n_texts)
     records = np.frombuffer(view[middle:end], FIELDS)
     _check_texts(records, len(texts) + len(new))
+    new_names = records[records["kind"] == NAME]
+    n_names = len(names) + len(new_names)
+    if not np.array_equal(new_names["lane"], np.arange(len(names), n_names)):
+        raise ValueError("names are missing")
+    if (
+        len(records)
+        and max(int(records[one].max()) for one in ("lane", "way", "thread")) >= n_names
+    ):
+        raise ValueError("a name that is not there")
     texts += new
-    return end, records
+    names += [texts[one] for one in new_names["path"].tolist()]
+    return end, records[records["kind"] != NAME] if len(new_names) else records
 
 
 def _decoded_texts(view: memoryview, n: int) -> list[str]:
@@ -307,7 +334,7 @@ def _check_texts(records: npt.NDArray[Any], n_texts: int) -> None:
         return
     # The fields `path` and `peer` of `NEEDS` are numbers of tasks.
     with_texts = records[records["kind"] != NEEDS]
-    for name in ("lane", "way", "thread", "path", "peer"):
+    for name in ("path", "peer"):
         if len(with_texts) and int(with_texts[name].max()) >= n_texts:
             raise ValueError("a text that is not there")
     if not np.isfinite(records["start_s"]).all() or not np.isfinite(records["end_s"]).all():

@@ -26,12 +26,12 @@ def test_work_comes_back_as_it_was(entries, n_in_block):
         encoder.work(*entry, key=number, thread=7, encoded_nbytes=number + 9)
         if number % n_in_block == 0:
             data += encoder.block()
-    texts, rows, problem = decode(data + encoder.block())
+    texts, names, rows, problem = decode(data + encoder.block())
     assert problem == ""
     found = [
         (
-            *(texts[row["lane"]], texts[row["path"]], row["nbytes"]),
-            *(row["start_s"], row["end_s"], texts[row["peer"]], texts[row["way"]]),
+            *(names[row["lane"]], texts[row["path"]], row["nbytes"]),
+            *(row["start_s"], row["end_s"], texts[row["peer"]], names[row["way"]]),
             *(row["run"], row["message"]),
         )
         for row in rows
@@ -41,7 +41,7 @@ def test_work_comes_back_as_it_was(entries, n_in_block):
         for entry in entries
     ]
     assert found == as_read
-    assert [texts[row["thread"]] for row in rows] == ["7"] * len(entries)
+    assert [names[row["thread"]] for row in rows] == ["7"] * len(entries)
     assert list(rows["key"]) == list(range(len(entries)))
     assert list(rows["encoded_nbytes"]) == [number + 9 for number in range(len(entries))]
 
@@ -58,7 +58,8 @@ def test_parts_of_a_task_come_back():
     encoder.assigned(9, "x", "tcp://a:1", ready_s=0.5, assigned_s=0.75, known_s=2.5, nbytes=100)
     encoder.times(9, key_hash(("x", 1)), here_s=1.0, start_s=1.5, end_s=2.0, thread=11)
     encoder.needs(9, [1, 2, 3, 4, 5, 6])
-    texts, rows, _ = decode(encoder.block())
+    texts, names, rows, _ = decode(encoder.block())
+    assert names == ["", "11"]
     kinds = [records.KEY, records.RUN, records.ASSIGNED, records.TIMES, records.NEEDS]
     assert list(rows["kind"]) == [*kinds, records.NEEDS]
     key, run, assigned, times, *needs = rows
@@ -66,6 +67,26 @@ def test_parts_of_a_task_come_back():
     assert run["message"] == times["message"] == 500_000
     assert texts[assigned["path"]] == "x" and texts[assigned["peer"]] == "tcp://a:1"
     assert [row["n"] for row in needs] == [4, 2]
+
+
+def test_lanes_keep_their_names_after_very_many_keys():
+    """Keys are shown as a whole if the user asks for it."""
+    encoder = RecordEncoder()
+    for number in range(1 << 16):
+        encoder.key(number, 0, f"key {number}")
+    encoder.work("disk", "write", 100, 0.0, 1.0, way="direct", thread=5)
+    events = decode(encoder.block())
+    row = events.records[-1]
+    assert [events.names[row[one]] for one in ("lane", "way", "thread")] == ["disk", "direct", "5"]
+
+
+def test_names_beyond_the_most_are_left_out():
+    encoder = RecordEncoder()
+    for number in range((1 << 16) + 1):
+        encoder.work(f"stream {number}", "copy", 1, 0.0, 1.0)
+    events = decode(encoder.block())
+    lanes = [events.names[number] for number in events.records["lane"][-3:]]
+    assert lanes == [f"stream {(1 << 16) - 2}", "", ""]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +106,7 @@ def test_a_flipped_byte_ends_the_file_before_its_block(two_blocks, position, fli
     data = bytearray(first + second)
     position %= len(data)
     data[position] ^= flip
-    _, rows, problem = decode(data)
+    _, _, rows, problem = decode(data)
     assert len(rows) == (20 if position >= len(first) else 0)
     assert "damaged after" in problem
 
@@ -94,7 +115,7 @@ def test_a_flipped_byte_ends_the_file_before_its_block(two_blocks, position, fli
 def test_a_cut_file_has_its_whole_blocks(two_blocks, length):
     data = b"".join(two_blocks)
     length %= len(data)
-    _, rows, problem = decode(data[:length])
+    _, _, rows, problem = decode(data[:length])
     n_whole = 20 if length >= len(two_blocks[0]) else 0
     assert len(rows) == n_whole
     assert bool(problem) == (length not in (0, len(two_blocks[0])))
@@ -102,7 +123,7 @@ def test_a_cut_file_has_its_whole_blocks(two_blocks, length):
 
 @given(st.binary(max_size=200))
 def test_other_bytes_are_no_events(data):
-    _, rows, problem = decode(data)
+    _, _, rows, problem = decode(data)
     assert len(rows) == 0 and bool(problem) == bool(data)
 
 
@@ -120,7 +141,7 @@ def test_texts_beyond_the_limit_share_one(monkeypatch):
     encoder = RecordEncoder()
     for number in range(100):
         encoder.instant(f"name {number}", 0.0)
-    texts, rows, problem = decode(encoder.block())
+    texts, _, rows, problem = decode(encoder.block())
     assert problem == "" and len(texts) <= 12
     assert texts[rows["path"][0]] == "name 0" and texts[rows["path"][-1]] == "(more)"
 

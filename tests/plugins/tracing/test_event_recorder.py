@@ -36,11 +36,11 @@ def test_entries_of_a_ledger_are_recorded(path):
     ledger.recorder = None
     ledger.add(ENTRY)
     recorder.stop()
-    texts, rows, problem = read(recorder)
+    texts, names, rows, problem = read(recorder)
     assert problem == ""
     work = rows[rows["kind"] == WORK]
     assert [texts[row["path"]] for row in work] == ["encode", "send"]
-    assert {texts[row["thread"]] for row in work} == {str(threading.get_ident())}
+    assert {names[row["thread"]] for row in work} == {str(threading.get_ident())}
     (key,) = rows[rows["kind"] == KEY]
     assert texts[key["path"]] == "x" and key["key"] == work["key"][1]
     recorder.close()
@@ -138,7 +138,7 @@ def test_a_full_disk_ends_the_recording(path, monkeypatch):
         recorder.work(ENTRY)
     recorder.stop()
     assert "No space left" in recorder.ended
-    _, rows, problem = read(recorder)
+    _, _, rows, problem = read(recorder)
     assert problem == "" and len(rows) > 0
     recorder.close()
     assert not os.path.exists(path)
