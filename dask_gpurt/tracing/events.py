@@ -36,6 +36,8 @@ class TraceProcess:
         Why the recording ended early, for example "limit of 1.0 GiB"; empty if it did not.
     clock_error_s
         The largest error of times from this process, compared with the scheduler's clock.
+    joined_s, left_s
+        When a worker came after the start of the trace, and when it left before the end.
     """
 
     address: str
@@ -47,6 +49,8 @@ class TraceProcess:
     n_dropped: int = 0
     ended: str = ""
     clock_error_s: float = 0.0
+    joined_s: float = 0.0
+    left_s: float | None = None
 
 
 class LaneWork(NamedTuple):
@@ -120,6 +124,8 @@ class TaskTimes(NamedTuple):
         Size of the output.
     thread
         Identifier of the thread in its process.
+    away_s
+        Seconds until its end in which it had left its thread, as tasks with `worker_client` do.
     """
 
     number: int
@@ -134,6 +140,7 @@ class TaskTimes(NamedTuple):
     known_s: float
     nbytes: int = 0
     thread: int = 0
+    away_s: float = 0.0
 
 
 class Instant(NamedTuple):

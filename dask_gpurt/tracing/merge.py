@@ -48,6 +48,8 @@ class RecordedProcess:
         Its file.
     exchanges
         Exchanges of clocks with the scheduler.
+    joined_s, left_s
+        As in `TraceProcess`, on the scheduler's clock; None for the begin or the end of the trace.
     """
 
     address: str
@@ -59,6 +61,8 @@ class RecordedProcess:
     n_dropped: int = 0
     ended: str = ""
     exchanges: list[ClockExchange] = field(default_factory=list)
+    joined_s: float | None = None
+    left_s: float | None = None
 
 
 class _Row(NamedTuple):
@@ -84,11 +88,16 @@ class _Events:
     """The decoded events of one process. Times become those of the trace with `move`."""
 
     def __init__(self, recorded: RecordedProcess, zero_s: float, *, is_scheduler: bool) -> None:
-        decoded = records.decode(recorded.data)
+        is_known = is_scheduler or bool(recorded.exchanges)
+        # Without a comparison of clocks, its times say nothing. Dask's own times of tasks remain.
+        decoded = records.decode(recorded.data if is_known else b"")
         self.texts, self.names = decoded.texts, decoded.names
         self.recorded = recorded
         self.ended = recorded.ended or decoded.problem
-        self.clock = ClockFit() if is_scheduler else _fit(recorded.exchanges)
+        if not is_known and recorded.data:
+            self.ended = self.ended or "no events: its clock could not be compared"
+        exchanges = recorded.exchanges
+        self.clock = ClockFit() if is_scheduler or not exchanges else fit(exchanges)
         self._by_kind: dict[int, npt.NDArray[Any]] = {}
         all_records = decoded.records
         for kind in np.unique(all_records["kind"]):
@@ -123,10 +132,6 @@ class _Events:
         ]
 
 
-def _fit(exchanges: Sequence[ClockExchange]) -> ClockFit:
-    return fit(exchanges) if exchanges else ClockFit()
-
-
 def merged(
     scheduler: RecordedProcess,
     workers: Sequence[RecordedProcess],
@@ -154,7 +159,8 @@ def merged(
     _bring_in_order(every, by_address, tasks)
     trace = Trace(
         processes=[
-            _process(one, WORKER if number else SCHEDULER) for number, one in enumerate(every)
+            _process(one, WORKER if number else SCHEDULER, began_s, wall_s)
+            for number, one in enumerate(every)
         ],
         links=list(links),
         began_utc_s=began_utc_s,
@@ -174,8 +180,9 @@ def merged(
     return trace
 
 
-def _process(one: _Events, kind: str) -> TraceProcess:
+def _process(one: _Events, kind: str, zero_s: float, wall_s: float) -> TraceProcess:
     recorded = one.recorded
+    joined_s, left_s = recorded.joined_s, recorded.left_s
     return TraceProcess(
         recorded.address,
         recorded.name,
@@ -186,6 +193,8 @@ def _process(one: _Events, kind: str) -> TraceProcess:
         recorded.n_dropped,
         one.ended,
         one.clock.error_s,
+        0.0 if joined_s is None else _within(joined_s - zero_s, wall_s),
+        None if left_s is None else _within(left_s - zero_s, wall_s),
     )
 
 
@@ -205,6 +214,7 @@ class _TaskRun:
     nbytes: int
     hash: int = 0
     thread: int = 0
+    away_s: float = 0.0
     needs: list[int] = field(default_factory=list)
     #: By Dask's clock, until the worker's own times are found.
     here_s: float = 0.0
@@ -278,6 +288,7 @@ def _number_tasks(
         if run.row is not None:
             run.start_s, run.end_s = run.row.start_s, run.row.end_s
             run.here_s = run.start_s - run.row.message / 1e6
+            run.away_s = run.row.nbytes / 1e6
             thread = every[run.process].names[run.row.thread]
             run.thread = int(thread) if thread.isdecimal() else run.thread
         # The scheduler's times hold: what the worker did lies between them.
@@ -293,6 +304,8 @@ def _number_tasks(
         if run.number in inside:
             of_hash[run.process][run.hash].append((run.assigned_s, run.number))
             needs = tuple(one for one in run.needs if one in inside)
+            start_s, end_s = _within(run.start_s, wall_s), _within(run.end_s, wall_s)
+            free_s = min(max(run.end_s - run.away_s, start_s), end_s)
             # Of a task that ran before the trace or after it, the part inside counts.
             trace.tasks.append(
                 TaskTimes(
@@ -303,11 +316,12 @@ def _number_tasks(
                     ready_s=_within(run.ready_s, wall_s),
                     assigned_s=_within(run.assigned_s, wall_s),
                     here_s=_within(run.here_s, wall_s),
-                    start_s=_within(run.start_s, wall_s),
-                    end_s=_within(run.end_s, wall_s),
+                    start_s=start_s,
+                    end_s=end_s,
                     known_s=_within(run.known_s, wall_s),
                     nbytes=run.nbytes,
                     thread=run.thread,
+                    away_s=end_s - free_s,
                 )
             )
     for of_process in of_hash:

@@ -150,12 +150,24 @@ class RecordEncoder:
         )
 
     def task_run(
-        self, key: int, here_s: float, start_s: float, end_s: float, thread: int = 0
+        self,
+        key: int,
+        here_s: float,
+        start_s: float,
+        end_s: float,
+        thread: int = 0,
+        away_s: float = 0.0,
     ) -> None:
-        """Add a run of a task on this worker. All its inputs were here at `here_s`."""
+        """Add a run of a task on this worker. All its inputs were here at `here_s`.
+
+        `away_s` is as in `TaskTimes`.
+        """
         name = self._name(str(thread)) if thread else 0
         early = microseconds(start_s - here_s)
-        self._records += _RECORD.pack(RUN, 0, 0, 0, name, 0, 0, key, 0, early, 0, start_s, end_s, 0)
+        away = microseconds(away_s)
+        self._records += _RECORD.pack(
+            RUN, 0, 0, 0, name, 0, 0, key, 0, early, away, start_s, end_s, 0
+        )
 
     def instant(self, name: str, at_s: float, detail: str = "") -> None:
         self._records += _RECORD.pack(

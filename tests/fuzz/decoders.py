@@ -37,6 +37,7 @@ from dask_gpurt.shuffle import messages
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 from dask_gpurt.topology import description, machine
 from dask_gpurt.tracing import records
+from dask_gpurt.tracing.clocks import ClockExchange
 from dask_gpurt.tracing.merge import RecordedProcess, merged
 from dask_gpurt.transport import ucx_protocol, wire
 from tests.fuzz import files_of_traces
@@ -371,8 +372,9 @@ def _look_at_events(raw: bytes) -> None:
         raw = raw[:4] + struct.pack("<I", zlib.crc32(raw[8:])) + raw[8:]
     found = records.decode(raw)
     assert found.problem or not raw or len(found.records) or len(found.names) > 1
-    one = RecordedProcess("tcp://a:1", "a", "a", raw)
-    other = RecordedProcess("tcp://b:1", "b", "b", raw)
+    exact = [ClockExchange(0.0, 0.0, 0.0, 0.0)]
+    one = RecordedProcess("tcp://a:1", "a", "a", raw, exchanges=exact)
+    other = RecordedProcess("tcp://b:1", "b", "b", raw, exchanges=exact)
     trace = merged(one, [other], 0.0, 10.0)
     assert all(0 <= work.start_s <= work.end_s for work in trace.work)
 

@@ -9,7 +9,7 @@ from itertools import cycle
 from statistics import median
 
 import pytest
-from distributed import Event, WorkerPlugin, wait
+from distributed import Event, WorkerPlugin, wait, worker_client
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
@@ -121,3 +121,33 @@ async def test_attempts_that_failed_count(c, s, a):
     assert [one.key for one in traced.trace.tasks] == ["once", "once", "never"]
     assert all(one.end_s > one.start_s for one in traced.trace.tasks)
     assert len({one.thread for one in traced.trace.tasks}) == 1
+
+
+def waits_away(name):
+    with worker_client() as client:
+        Event(name, client=client).wait()
+    return time.perf_counter()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 2, config={"gpurt.enabled": True})
+async def test_the_time_away_from_a_thread_is_known(c, s, a, b):
+    """Tasks that outlast the trace have it, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with dask_gpurt.trace(c, f"{folder}/x.json", keys="full") as traced:
+            ends = c.submit(waits_away, "soon", key="ends", workers=[a.address])
+            stays = c.submit(waits_away, "late", key="stays", workers=[b.address])
+            while len(a.state.long_running) + len(b.state.long_running) < 2:
+                await asyncio.sleep(0.01)
+            here = c.submit(time.sleep, 0.2, key="here", workers=[a.address])
+            await here
+            await Event("soon").set()
+            await ends
+        await Event("late").set()
+        await stays
+    tasks = {one.key: one for one in traced.trace.tasks}
+    assert tasks["here"].away_s == 0
+    assert tasks["ends"].end_s - tasks["ends"].away_s <= tasks["here"].start_s + 0.05
+    assert 0.2 <= tasks["ends"].away_s <= tasks["ends"].end_s - tasks["ends"].start_s
+    assert tasks["stays"].away_s >= 0.2
+    report = report_of(traced.trace)
+    assert all(row.busy_share <= 1 for row in report.workers)

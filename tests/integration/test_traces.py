@@ -344,6 +344,11 @@ async def test_joining_workers_take_part(c, s, *workers):
         assert [one.ended for one in trace.processes] == [""] * 4
         happened = [(one.name, one.detail) for one in trace.instants]
         assert happened == [("worker joined", joined.address), ("worker left", joined.address)]
+        *others, newest = trace.processes
+        assert all(one.joined_s == 0 and one.left_s is None for one in others)
+        came, left = trace.instants
+        assert newest.joined_s == pytest.approx(came.at_s, abs=0.01)
+        assert newest.left_s == left.at_s
         nothing_is_left(s, *workers)
 
 

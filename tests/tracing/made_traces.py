@@ -52,6 +52,7 @@ class MadeTrace:
         known_s: float | None = None,
         thread: int | None = None,
         nbytes: int = 0,
+        away_s: float = 0.0,
     ) -> int:
         """Add a task and return its number. Times that are not given leave no wait."""
         number = len(self.trace.tasks)
@@ -62,7 +63,8 @@ class MadeTrace:
             self._thread += 1
             thread = self._thread
         times = (ready_s, assigned_s, here_s, start_s, end_s, known_s)
-        self.trace.tasks.append(TaskTimes(number, key, process, needs, *times, nbytes, thread))
+        more = nbytes, thread, away_s
+        self.trace.tasks.append(TaskTimes(number, key, process, needs, *times, *more))
         self.trace.wall_s = max(self.trace.wall_s, known_s)
         return number
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dask_gpurt.tracing.clocks import ClockExchange
 from dask_gpurt.tracing.events import FETCH, RECEIVE, SCHEDULER, SEND
 from dask_gpurt.tracing.merge import RecordedProcess, merged
 from dask_gpurt.tracing.records import RecordEncoder, key_hash
@@ -13,6 +14,10 @@ from tests.tracing.clock_model import DelayedLink, SkewedClock
 
 A, B = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 SECONDS = 60.0
+
+
+#: Of a worker with the clock of the scheduler.
+EXACT = [ClockExchange(0.0, 0.0, 0.0, 0.0)]
 
 
 def scheduler(encoder=None):
@@ -146,7 +151,7 @@ def test_runs_of_one_key_find_each_their_own_times():
     # The scheduler has not seen the result of the second run on this worker.
     for start_s in (1.0, 6.0, 11.0, 21.0):
         on_worker.task_run(1, start_s, start_s, start_s + 1.0)
-    worker = RecordedProcess(A, "w", "h", on_worker.block())
+    worker = RecordedProcess(A, "w", "h", on_worker.block(), exchanges=EXACT)
     trace = merged(scheduler(on_scheduler), [worker], 0.0, 40.0)
     assert [task.start_s for task in trace.tasks] == pytest.approx([1.0, 11.0, 21.0])
 
@@ -158,7 +163,7 @@ def test_a_damaged_file_gives_what_precedes_the_damage():
     encoder.work("codec", "encode", 1, 3.0, 4.0)
     data = bytearray(first + encoder.block())
     data[-1] ^= 1
-    trace = merged(scheduler(), [RecordedProcess(A, "w", "h", data)], 0.0, 10.0)
+    trace = merged(scheduler(), [RecordedProcess(A, "w", "h", data, exchanges=EXACT)], 0.0, 10.0)
     assert [it.start_s for it in trace.work] == [1.0]
     assert "damaged" in trace.processes[1].ended
 
@@ -169,10 +174,20 @@ def test_evictions_are_instants_as_well():
     encoder.work("write", "drop", 0, 3.0, 4.0)
     encoder.instant("task failed", 5.0, "x")
     encoder.sample("cpu", 6.0, 0.5)
-    trace = merged(scheduler(), [RecordedProcess(A, "w", "h", encoder.block())], 0.0, 10.0)
+    trace = merged(
+        scheduler(), [RecordedProcess(A, "w", "h", encoder.block(), exchanges=EXACT)], 0.0, 10.0
+    )
     assert [(it.name, it.detail) for it in trace.instants] == [
         ("eviction", "memory > disk"),
         ("task failed", "x"),
     ]
     (sample,) = trace.samples
     assert (sample.name, sample.at_s, sample.value) == ("cpu", 6.0, 0.5)
+
+
+def test_without_a_comparison_of_clocks_there_are_no_events():
+    encoder = RecordEncoder()
+    encoder.instant("task failed", 5.0, "x")
+    trace = merged(scheduler(), [RecordedProcess(A, "w", "h", encoder.block())], 0.0, 10.0)
+    assert not trace.instants
+    assert trace.processes[1].ended == "no events: its clock could not be compared"

@@ -89,6 +89,7 @@ def _task(draw: st.DrawFn, number: int, n_tasks: int, n_processes: int, unit_ns:
         known_s=draw(times),
         nbytes=draw(_numbers),
         thread=draw(st.integers(0, 2) | _numbers),
+        away_s=draw(_finite),
     )
 
 
@@ -109,6 +110,8 @@ def traces(draw: st.DrawFn, unit_ns: int = 1) -> Trace:
             draw(_numbers),
             draw(_texts),
             draw(_finite),
+            draw(_finite),
+            draw(st.none() | _finite),
         )
         for address in addresses
     ]

@@ -244,4 +244,6 @@ def _recorded(said: dict[str, Any], data: bytearray) -> merge.RecordedProcess:
         said["n_dropped"],
         ended,
         [ClockExchange(*one) for one in said["exchanges"]],
+        said["joined_s"],
+        said["left_s"],
     )

@@ -172,6 +172,8 @@ class TraceSession(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         self._add(worker)
+        if (joined := self._present.get(worker)) is not None:
+            joined.joined_s = perf_counter()
         self._tasks.instant("worker joined", worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:

@@ -68,6 +68,10 @@ class TracedWorker:
             key: now_s for key, task in tasks.items() if task.state in ("ready", "constrained")
         }
         self._delays: dict[Any, float] = {}
+        #: By key of a task: when it left its thread.
+        self._left: dict[Any, float] = {
+            key: now_s for key, task in tasks.items() if task.state == "long-running"
+        }
         self._is_over = False
         handlers = (self.gpurt_trace_clock, self.gpurt_trace_end, self.gpurt_trace_part)
         self._handlers = {one.__name__: weak_handler(one) for one in handlers}
@@ -106,11 +110,14 @@ class TracedWorker:
             event_loop(self._worker).call_soon(self._note_delay, key)
         elif finish in ("ready", "constrained"):
             self._here[key] = perf_counter()
-        elif start in ("executing", "long-running") and finish != "long-running":
+        elif finish == "long-running":
+            self._left[key] = perf_counter()
+        elif start in ("executing", "long-running"):
             self._task_ended(key, finish)
         elif finish in ("released", "forgotten"):
             self._here.pop(key, None)
             self._delays.pop(key, None)
+            self._left.pop(key, None)
 
     def _note_delay(self, key: Any) -> None:
         self._delays[key] = self._worker.scheduler_delay
@@ -118,6 +125,7 @@ class TracedWorker:
     def _task_ended(self, key: Any, finish: str) -> None:
         here_s = self._here.pop(key, None)
         delay_s = self._delays.pop(key, self._worker.scheduler_delay)
+        left_s = self._left.pop(key, None)
         task = self._worker.state.tasks.get(key)
         if task is None or finish not in ("memory", "error"):
             return
@@ -128,7 +136,8 @@ class TracedWorker:
         to_here_s = clock_later_s(perf_counter, time, _N_COMPARISONS) - delay_s
         start_s, end_s = (to_here_s + runs[-1][name] for name in ("start", "stop"))
         thread = self._worker.threads.get(key, 0)
-        times = min(here_s or start_s, start_s), start_s, end_s
+        away_s = 0.0 if left_s is None else max(end_s - max(left_s, start_s), 0.0)
+        times = min(here_s or start_s, start_s), start_s, end_s, away_s
         self.recorder.add(partial(self._encode_run, key, times, thread, finish))
 
     def _tasks_go_on(self) -> None:
@@ -141,19 +150,21 @@ class TracedWorker:
             if task is None or task.start_time is None:
                 continue
             start_s = min(task.start_time + to_here_s, now_s)
-            times = min(self._here.get(key, start_s), start_s), start_s, now_s
+            away_s = now_s - max(self._left.get(key, now_s), start_s)
+            times = min(self._here.get(key, start_s), start_s), start_s, now_s, away_s
             self.recorder.add(partial(self._encode_run, key, times, threads.get(key, 0), ""))
 
     def _encode_run(
         self,
         key: Any,
-        times: tuple[float, float, float],
+        times: tuple[float, float, float, float],
         thread: int,
         finish: str,
         encoder: RecordEncoder,
     ) -> None:
-        here_s, start_s, end_s = times
-        encoder.task_run(self.recorder.key_number(key), here_s, start_s, end_s, thread)
+        here_s, start_s, end_s, away_s = times
+        number = self.recorder.key_number(key)
+        encoder.task_run(number, here_s, start_s, end_s, thread, away_s)
         if finish == "error":
             encoder.instant("task failed", end_s, self.recorder.shown(key))
 

@@ -40,7 +40,8 @@ class WorkerTrace:
         self.problem: str | None = None
         #: Whether it has answered at all.
         self.has_begun = False
-        #: When it left the cluster.
+        #: When it came, if that was during the trace, and when it left the cluster.
+        self.joined_s: float | None = None
         self.left_s: float | None = None
         #: Whether all that it recorded is known.
         self.is_whole = False
@@ -122,4 +123,6 @@ class WorkerTrace:
             "n_dropped": self.n_dropped,
             "ended": ended,
             "counters": self.counters,
+            "joined_s": self.joined_s,
+            "left_s": self.left_s,
         }

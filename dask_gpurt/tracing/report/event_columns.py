@@ -98,6 +98,8 @@ class TaskColumns:
         self.here_s = _column(tasks, "here_s", np.float64)
         self.start_s = _column(tasks, "start_s", np.float64)
         self.end_s = _column(tasks, "end_s", np.float64)
+        #: When it left its thread: at its end, or before.
+        self.free_s = self.end_s - _column(tasks, "away_s", np.float64)
         self.known_s = _column(tasks, "known_s", np.float64)
         self.nbytes = _column(tasks, "nbytes", np.float64)
         self.thread = _column(tasks, "thread", np.uint64)
@@ -279,6 +281,17 @@ class Columns:
             self._threads[process] = said or len(np.unique(seen))
         return self._threads[process]
 
+    def life_s(self, process: int) -> tuple[float, float]:
+        """Return when a worker came, and when it left: the begin and the end of the trace."""
+        found = self.trace.processes[process]
+        left_s = self.wall_s if found.left_s is None else min(found.left_s, self.wall_s)
+        return min(found.joined_s, left_s), left_s
+
+    def threads_s(self, process: int) -> float:
+        """Return the seconds that the threads of a worker had."""
+        joined_s, left_s = self.life_s(process)
+        return self.n_threads(process) * (left_s - joined_s)
+
     def _rows_held_back(self) -> Column:
         """Return the rows of work in which a task waited until a peer took its shards."""
         work = self.work
@@ -291,7 +304,7 @@ class Columns:
     def _working_s(self) -> Column:
         """Return the seconds of each task without its waits for peers."""
         tasks, work, rows = self.tasks, self.work, self.held_back
-        working_s = tasks.end_s - tasks.start_s
+        working_s = tasks.free_s - tasks.start_s
         working_s[np.array([is_barrier(one) for one in tasks.prefixes], bool)[tasks.prefix]] = 0.0
         index = tasks.index
         held = np.fromiter((index.get(int(n), -1) for n in work.task[rows]), np.int64, len(rows))

@@ -15,6 +15,8 @@ from dask_gpurt.tracing.report.critical_path import chain
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, Backwards, TaskStories
 
+#: Events of the same moment are at most this far apart.
+_SAME_S = 0.01
 #: Shorter gaps are not looked at.
 SHORTEST_S = 0.1
 #: Gaps that are explained, the longest first. Others are only added up.
@@ -84,28 +86,55 @@ def idle_gaps(columns: Columns, stories: TaskStories) -> IdleGaps:
 def _gaps(columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return start, end, process, and the task after each gap; -1 at the end of the trace."""
     tasks = columns.tasks
-    order = np.lexsort((tasks.start_s, tasks.thread, tasks.process))
-    process, thread = tasks.process[order], tasks.thread[order]
+    threads = _threads(columns)
+    order = np.lexsort((tasks.start_s, threads, tasks.process))
+    process, thread = tasks.process[order], threads[order]
+    joined_s, left_s = np.transpose(
+        [columns.life_s(i) for i in range(columns.places.n_processes)] or [(0.0, 0.0)]
+    )
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (process[1:] != process[:-1]) | (thread[1:] != thread[:-1])
-    # A task that left its thread may end after the next one began: `maximum` keeps gaps positive.
-    before_s = np.roll(tasks.end_s[order], 1)
-    before_s[is_first] = 0.0
+    before_s = np.roll(tasks.free_s[order], 1)
+    before_s[is_first] = joined_s[process[is_first]]
     start_s, end_s = before_s, tasks.start_s[order]
     is_last = np.roll(is_first, -1)
-    starts = [start_s, tasks.end_s[order][is_last]]
-    ends = [end_s, np.full(int(is_last.sum()), columns.wall_s)]
+    starts = [start_s, tasks.free_s[order][is_last]]
+    ends = [end_s, left_s[process[is_last]]]
     owners = [process, process[is_last]]
     after = [order, np.full(int(is_last.sum()), -1)]
     unused = _unused_threads(columns, process[is_first])
-    starts.append(np.zeros(len(unused)))
-    ends.append(np.full(len(unused), columns.wall_s))
+    starts.append(joined_s[unused])
+    ends.append(left_s[unused])
     owners.append(unused)
     after.append(np.full(len(unused), -1))
     columns_of_gaps = [np.concatenate(parts) for parts in (starts, ends, owners, after)]
     is_long = columns_of_gaps[1] - columns_of_gaps[0] >= SHORTEST_S
     picked = [column[is_long] for column in columns_of_gaps]
     return picked[0], picked[1], picked[2], picked[3]
+
+
+def _threads(columns: Columns) -> np.ndarray:
+    """Return the thread of each task.
+
+    A task that leaves its thread keeps it, and the worker starts another one in its place. Tasks of
+    such a worker get places instead: each the first one that is free.
+    """
+    tasks = columns.tasks
+    threads = tasks.thread.copy()
+    for worker in np.unique(tasks.process[tasks.free_s < tasks.end_s]).tolist():
+        rows = np.flatnonzero(tasks.process == worker)
+        free: list[tuple[float, int]] = [(0.0, one) for one in range(columns.n_threads(worker))]
+        for row in rows[np.argsort(tasks.start_s[rows], kind="stable")].tolist():
+            # The one that became free last: others may be idle for longer.
+            at = max(
+                (one for one in free if one[0] <= tasks.start_s[row] + _SAME_S),
+                default=min(free, default=(0.0, 0)),
+            )
+            if at in free:
+                free.remove(at)
+            free.append((float(tasks.free_s[row]), at[1]))
+            threads[row] = at[1]
+    return threads
 
 
 def _unused_threads(columns: Columns, used: np.ndarray) -> np.ndarray:

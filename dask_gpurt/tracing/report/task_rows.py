@@ -54,7 +54,7 @@ def task_rows(columns: Columns) -> list[TaskRow]:
         np.bincount(tasks.prefix, column, minlength=n)
         for column in (
             np.ones(len(tasks)),
-            tasks.end_s - tasks.start_s,
+            tasks.free_s - tasks.start_s,
             spent_s,
             data_s,
             start_s,

@@ -99,7 +99,7 @@ class TaskStories:
         self._last: dict[int, int | None] = {}
         n_threads = sum(map(columns.n_threads, columns.places.workers))
         #: When all threads of all workers ran tasks.
-        self._all_busy = crowded(tasks.start_s, tasks.end_s, n_threads)
+        self._all_busy = crowded(tasks.start_s, tasks.free_s, n_threads)
         self._before = _previous(columns)
         self._is_barrier = [is_barrier(prefix) for prefix in tasks.prefixes]
         self._held = GroupedRows(work.process, columns.held_back, work.start_s)
@@ -137,7 +137,7 @@ class TaskStories:
         back.to(tasks.end_s[i], SCHEDULER)
         self._while_running(i, back)
         holder = self._holder(i)
-        freed_s = -1.0 if holder is None else float(tasks.end_s[holder])
+        freed_s = -1.0 if holder is None else float(tasks.free_s[holder])
         if self._until_start(i, back, freed_s):
             return holder
         self._until_here(i, back)
@@ -156,7 +156,7 @@ class TaskStories:
         before = int(self._before[i])
         if before < 0:
             return None
-        end_s = float(self._columns.tasks.end_s[before])
+        end_s = float(self._columns.tasks.free_s[before])
         covered = self._crowded(int(self._columns.tasks.process[i]))
         return before if covered.between(end_s - _OFTEN_S, end_s) > 0 else None
 
@@ -308,7 +308,7 @@ class TaskStories:
         if process not in self._busy:
             tasks, rows = self._columns.tasks, self._by_process[process]
             n_threads = self._columns.n_threads(process)
-            self._busy[process] = crowded(tasks.start_s[rows], tasks.end_s[rows], n_threads)
+            self._busy[process] = crowded(tasks.start_s[rows], tasks.free_s[rows], n_threads)
         return self._busy[process]
 
     def _full(self, process: int) -> Coverage:
@@ -344,7 +344,7 @@ def _previous(columns: Columns) -> Column:
     before, after = order[:-1], order[1:]
     is_same = tasks.process[before] == tasks.process[after]
     is_same &= tasks.thread[before] == tasks.thread[after]
-    is_same &= tasks.end_s[before] <= tasks.start_s[after]
+    is_same &= tasks.free_s[before] <= tasks.start_s[after]
     found = np.full(len(tasks), -1)
     found[after[is_same]] = before[is_same]
     return found

@@ -27,8 +27,10 @@ class WorkerRow(NamedTuple):
     ----------
     task_s
         Seconds of its tasks without their waits for peers, added up over threads.
+    had_s
+        Seconds that its threads had while it was there.
     busy_share
-        The same as a share of what its threads had.
+        `task_s` as a share of `had_s`.
     skew
         Its busy share over the mean of all workers. 1 is even.
     slowness
@@ -46,6 +48,7 @@ class WorkerRow(NamedTuple):
     n_threads: int
     n_tasks: int
     task_s: float
+    had_s: float
     busy_share: float
     skew: float
     slowness: float
@@ -65,10 +68,8 @@ def worker_rows(columns: Columns) -> list[WorkerRow]:
     received = np.bincount(hops.receiver, hops.nbytes, minlength=n)
     lanes, slowness = _lanes(columns), _slowness(columns)
     threads = {i: columns.n_threads(i) for i in places.workers}
-    shares = {
-        i: float(task_s[i]) / (n_threads * columns.wall_s) if n_threads and columns.wall_s else 0.0
-        for i, n_threads in threads.items()
-    }
+    had_s = {i: columns.threads_s(i) for i in places.workers}
+    shares = {i: float(task_s[i]) / s if s else 0.0 for i, s in had_s.items()}
     mean = sum(shares.values()) / len(shares) if shares else 0.0
     rows = []
     for i in places.workers:
@@ -81,6 +82,7 @@ def worker_rows(columns: Columns) -> list[WorkerRow]:
                 threads[i],
                 int(n_tasks[i]),
                 float(task_s[i]),
+                had_s[i],
                 shares[i],
                 shares[i] / mean if mean else 1.0,
                 float(slowness[i]),
@@ -104,7 +106,7 @@ def _lanes(columns: Columns) -> dict[int, tuple[dict[str, float], float]]:
     compute = np.full(len(tasks), names.index(TASKS))
     lane = np.concatenate([work.lane[picked], compute])
     start_s = np.concatenate([work.start_s[picked], tasks.start_s])
-    end_s = np.concatenate([work.end_s[picked], tasks.end_s])
+    end_s = np.concatenate([work.end_s[picked], tasks.free_s])
     is_wait = work.is_path(WAITING)[picked]
     weight = np.concatenate([np.where(is_wait, -1, 1), np.ones(len(tasks), dtype=int)])
     if not len(process):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dask_gpurt.devices.ledger import LedgerEntry, overlap
@@ -259,3 +261,37 @@ def test_what_the_trace_lacks_is_noted():
 def test_prefixes_of_whole_keys(key, prefix):
     assert prefix_of(key).startswith(prefix[:50])
     assert len(prefix) > 50 or prefix_of(key) == prefix
+
+
+def test_workers_that_come_and_go_had_only_their_own_time():
+    made = two_hosts()
+    made.trace.processes[1] = replace(made.trace.processes[1], joined_s=4.0, left_s=8.0)
+    made.task("work", 0, 0.0, 0.0, 10.0, thread=1)
+    made.task("work", 1, 0.0, 5.0, 8.0, thread=1)
+    report = report_of(made.trace)
+    assert [row.busy_share for row in report.workers] == [1.0, 0.75]
+    assert report.findings.busy_share == 13 / 14
+    (gap,) = report.gaps.rows
+    assert (gap.worker, gap.seconds) == ("b-0", 1.0)
+
+
+def test_a_worker_without_tasks_is_idle_while_it_is_there():
+    made = two_hosts()
+    made.trace.processes[1] = replace(made.trace.processes[1], joined_s=4.0, left_s=8.0)
+    made.task("work", 0, 0.0, 0.0, 10.0, thread=1)
+    (gap,) = report_of(made.trace).gaps.rows
+    assert (gap.worker, gap.seconds) == ("b-0", 4.0)
+
+
+def test_a_task_that_has_left_its_thread_is_not_busy():
+    """Its worker starts another thread for the next tasks."""
+    made = MadeTrace(("a", 0), threads=1)
+    made.task("parent", 0, 0.0, 0.0, 10.0, thread=1, away_s=9.0)
+    made.task("child", 0, 1.0, 1.0, 5.0, thread=2)
+    made.task("child", 0, 1.0, 6.0, 9.0, thread=2)
+    report = report_of(made.trace)
+    (worker,) = report.workers
+    assert worker.busy_share == 0.8
+    assert sum(row.seconds for row in report.gaps.rows) == 2.0
+    by_prefix = {row.prefix: (row.task_s, row.held_back_s) for row in report.tasks}
+    assert by_prefix == {"parent": (1.0, 0.0), "child": (7.0, 0.0)}

@@ -44,7 +44,7 @@ class Findings:
     @property
     def busy_share(self) -> float:
         """Return the share of the time of all threads in which they ran tasks."""
-        had_s = self.n_threads * self.wall_s
+        had_s = sum(one.had_s for one in self.workers)
         return sum(one.task_s for one in self.workers) / had_s if had_s else 0.0
 
     @functools.cached_property

@@ -68,7 +68,7 @@ def _sums(found: Findings) -> tuple[float, float, float, int]:
     n_workers = 0
     for process, at_s, used in _samples(found):
         rows = np.flatnonzero((tasks.process == process) & is_work)
-        start_s, end_s = tasks.start_s[rows], tasks.end_s[rows]
+        start_s, end_s = tasks.start_s[rows], tasks.free_s[rows]
         union = crowded(start_s, end_s, 1)
         running_s = amount_over_time(start_s, end_s, columns.working_s[rows], at_s)
         with_any_s = amount_over_time(union.start_s, union.end_s, union.end_s - union.start_s, at_s)

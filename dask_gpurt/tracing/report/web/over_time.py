@@ -92,8 +92,8 @@ def workers_over_time(report: TraceReport) -> str:
     for worker in shown:
         mine = (tasks.process == worker.process) & is_work
         held = work.process[columns.held_back] == worker.process
-        had_s = np.diff(edges_s) * max(worker.n_threads, 1)
-        running = _share(tasks.start_s[mine], tasks.end_s[mine], edges_s, had_s)
+        had_s = np.diff(edges_s.clip(*columns.life_s(worker.process))) * max(worker.n_threads, 1)
+        running = _share(tasks.start_s[mine], tasks.free_s[mine], edges_s, had_s)
         waiting = np.minimum(_share(held_start_s[held], held_end_s[held], edges_s, had_s), running)
         parts: list[StripPart] = []
         for i, (top, wait) in enumerate(zip(running.tolist(), waiting.tolist(), strict=True)):
@@ -115,8 +115,9 @@ def workers_over_time(report: TraceReport) -> str:
 
 
 def _share(start_s: Column, end_s: Column, edges_s: Column, had_s: Column) -> Column:
-    """Return the share of what threads had, between neighbouring edges."""
-    return np.minimum(amount_over_time(start_s, end_s, end_s - start_s, edges_s) / had_s, 1.0)
+    """Return the share of what threads had, between neighbouring edges; 0 if that was nothing."""
+    ran_s = amount_over_time(start_s, end_s, end_s - start_s, edges_s)
+    return np.minimum(ran_s / np.where(had_s > 0, had_s, np.inf), 1.0)
 
 
 def links_over_time(report: TraceReport) -> str:
