@@ -56,11 +56,11 @@ environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed 
 # Of the programs on top of other packages, this runs those whose packages are small. All of them have
 # a target of their own, `test-thirdparty`.
 #
-# The slow, process-heavy tests run once, on the oldest version; what touches private names of
-# dask and distributed, and every shuffle, runs on both.
+# Each test runs once: the slow, process-heavy ones with the oldest versions, most others of plugins
+# and clusters with the newest ones. Those of private names of dask and distributed run with both.
 test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	    --ignore tests/test_architecture.py tests
+	    --ignore tests/test_architecture.py -m "not newest" tests
 
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -21,6 +22,7 @@ from distributed import Client, LocalCluster, Nanny, utils_test
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport.ucx_thread import UcxThread
+from tests.thoroughness import left_out
 
 # There is no deadline, because the time of an example depends on the machine.
 hypothesis.settings.register_profile(
@@ -31,6 +33,21 @@ hypothesis.settings.load_profile("untimed")
 # A test has thirty seconds by default, which a busy machine exceeds. Test modules are imported
 # later than this file.
 utils_test.gen_cluster = functools.partial(utils_test.gen_cluster, timeout=120)
+
+
+def _reset_config() -> None:
+    """Restore the configuration before a test, and never leave it empty.
+
+    distributed's own function does for some milliseconds. Clusters of a whole session, as of the
+    fixture `sides`, run at that time: a heartbeat without a configuration closes its worker.
+    """
+    config = dask.config.config
+    config.update(copy.deepcopy(utils_test.original_config))
+    for name in config.keys() - utils_test.original_config.keys():
+        del config[name]
+
+
+utils_test.reset_config = _reset_config
 
 
 def pytest_configure() -> None:
@@ -55,7 +72,22 @@ def _begins_late(item: pytest.Item) -> bool:
     return not any(name in item.path.parts for name in _LONG)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: Folders whose tests `make test` runs with the newest versions only, unless they are slow.
+_NEWEST = ("tests/integration", "tests/plugins", "tests/simulate")
+#: These touch private names of dask and distributed, so they run with the oldest versions, too.
+_BOTH = ("tests/plugins/patches", "tests/plugins/shuffle")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(_NEWEST) and not item.nodeid.startswith(_BOTH):
+            if item.get_closest_marker("slow") is None:
+                item.add_marker(pytest.mark.newest)
+    # A test that is named runs with all its cases.
+    if not any("::" in one for one in config.args) and (out := left_out(items)):
+        config.hook.pytest_deselected(items=[item for item in items if item in out])
+        items[:] = [item for item in items if item not in out]
     # Long files first: with several processes, the others have much to do meanwhile. By itself,
     # xdist begins with the files that have most tests; `--no-loadscope-reorder` keeps this order.
     items.sort(key=_begins_late)

@@ -39,6 +39,7 @@ def tpch_tables(tpch_directory: Path, scale: float) -> TpchTables:
     return tpch_data.load_tpch(tpch_directory, scale)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("number", sorted(tpch_queries.QUERIES))
 def test_tpch_query_gives_the_answer_of_sql(
     number: int,

@@ -24,7 +24,7 @@ from typing import Any
 from dask_gpurt.plugins.worker import runtime_of
 
 #: Seconds after which a test stops waiting and fails.
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 class Gate:

@@ -195,6 +195,7 @@ def _hold_after(worker: Any, point: str, path: str) -> None:
     gates.after(worker, point, lambda: pass_gate(path))
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("deed", "phase", "role"), list(cells()))
 def test_results_are_equal_under_every_failure(
     stage: Stage, answer: list[Any], deed: str, phase: str, role: str

@@ -209,6 +209,7 @@ def test_tasks_fail_on_values_that_cannot_be_unpickled(client: Client) -> None:
     assert sums_of(client, make_blocks(client)) == expected_sums()
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_values_damaged_on_disk_are_computed_again(client: Client, every: int) -> None:
     damaged: Counter[str] = Counter()

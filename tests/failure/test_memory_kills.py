@@ -62,6 +62,7 @@ def _n_ready(client: Client) -> int:
     return sum(map(bool, dask_gpurt.status(client)["workers"].values()))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("when", ["writing", "written", "reading", "removing"])
 @pytest.mark.parametrize("where", some(["of all", "of the worker"], 1))
 def test_killed_worker_loses_no_result(tmp_path: Path, when: str, where: str) -> None:

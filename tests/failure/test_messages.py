@@ -368,6 +368,7 @@ def _flipped_bit(message: Message) -> Message:
     return replace(message, buffers=[first, *message.buffers[1:]])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -422,6 +423,7 @@ def test_producers_wait_for_a_peer_that_stops_reading(stage: Stage) -> None:
     assert_nothing_left(stage.client)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("credit", [None, 0, True, "much"])
 def test_answer_with_nonsense_as_a_credit_is_an_error(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, credit: Any

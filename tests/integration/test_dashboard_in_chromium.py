@@ -89,12 +89,13 @@ def test_a_browser_shows_a_shuffle(client, tmp_path):
         view.get_by_text("More...").hover()
         view.get_by_role("link", name="Data Movement").click()
         # While the last input partition is missing, the page shows what the others moved.
-        view.get_by_text("running", exact=True).wait_for(timeout=30_000)
+        view.get_by_text("running", exact=True).wait_for(timeout=90_000)
         view.wait_for_function(
-            f"() => ({SOURCES})().links.nbytes.reduce((x, y) => x + y, 0) > 1e6", timeout=30_000
+            f"() => ({SOURCES})().links.nbytes.reduce((x, y) => x + y, 0) > 1e6", timeout=90_000
         )
         sources = view.evaluate(SOURCES)
-        assert {*sources["links"]["path"]} == {"shared memory"}
+        # On a slow machine, workers also take partitions over from each other.
+        assert "shared memory" in sources["links"]["path"]
         assert {*sources["links"]["from"]} == {*sources["links"]["to"]} == {"0", "1"}
         assert {"values", "shards of shuffles"} <= {*sources["tiers"]["tier"]}
         assert sources["phases"]["shuffle"]
@@ -106,9 +107,9 @@ def test_a_browser_shows_a_shuffle(client, tmp_path):
         assert picture.stat().st_size > 20_000  # an empty page has about 10 kB
         Event("last input", client=client).set()
         assert rows.result(timeout=60) == N_INPUTS * 100_000
-        view.get_by_text("ended", exact=True).wait_for(timeout=30_000)
+        view.get_by_text("ended", exact=True).wait_for(timeout=90_000)
         dask_gpurt.disable(client)
-        view.get_by_text("dask_gpurt was switched off").wait_for(timeout=30_000)
+        view.get_by_text("dask_gpurt was switched off").wait_for(timeout=90_000)
     assert errors == []
 
 
@@ -122,7 +123,7 @@ def test_a_browser_opens_a_dashboard_with_a_key():
             view.get_by_text("More...").hover()
             view.get_by_role("link", name="Data Movement").click()
             # This comes through the websocket, which has no key but the cookie.
-            view.get_by_text("moved in the last").wait_for(timeout=30_000)
+            view.get_by_text("moved in the last").wait_for(timeout=90_000)
         assert errors == []
         with browser() as (view, _):
             assert view.goto(address.partition("?")[0]).status == 403

@@ -169,12 +169,14 @@ def assert_as_sent(sides, sent):
     assert sum(map(len, keys)) == len(set().union(*keys))
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", LIKE_STOCK)
 def test_column_type_equals_dask(sides, name):
     lazy = collection(frames(LIKE_STOCK[name])).shuffle("key", npartitions=5)
     assert_same_as_stock(sides, lazy, 1)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", INDEXES)
 def test_index_type_equals_dask(sides, name):
     lazy = collection(frames(index=INDEXES[name])).shuffle("key", npartitions=5)
@@ -284,6 +286,7 @@ def assert_equals_pandas(sides, lazy, expected, *, has_index=True):
     pd.testing.assert_frame_equal(*both)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("how", ["inner", "outer"])
 @pytest.mark.parametrize("name", COLUMN_NAMES)
 def test_merge_accepts_column_names_that_dask_refuses(sides, name, how):

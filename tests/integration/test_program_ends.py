@@ -41,6 +41,7 @@ def test_only_stocks_own_entry_is_left_out() -> None:
     assert without_closed_early(line + "next\n") == "next\n"
 
 
+@pytest.mark.share(3)
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize("end", ENDS)

@@ -63,6 +63,7 @@ def p2p(lazy, chunks, **options):
     return lazy.rechunk(chunks, method="p2p", **options)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("shape", "old", "new", "n_rechunks"),
     [
@@ -95,6 +96,7 @@ def test_array_shapes_are_rechunked_as_in_dask(sides, shape, old, new, n_rechunk
 SWAPPED = ">f4"
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != SWAPPED] + PICKLED, ids=str)
 def test_array_dtypes_are_rechunked_as_in_dask(each_way, dtype):
     assert_same_as_stock(each_way, p2p(array((12, 10), (3, 10), dtype), (12, 4)), 1)

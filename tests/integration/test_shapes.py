@@ -159,6 +159,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_dataframe_operations_equal_dask(sides, name):
     left = many([120, 80, 0, 100])

@@ -79,6 +79,7 @@ modes_and_kinds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.share(4)
 @modes_and_kinds
 def test_wire_size_exceeds_shards_by_one_percent_at_most(client, monkeypatch, mode, kind):
     one = shuffled(client, monkeypatch, mode, kind, ROWS)

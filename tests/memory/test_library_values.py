@@ -370,6 +370,7 @@ def test_hooks_removed_below_others_do_nothing(setup):
 # ------------------------------------------------------------------ faults
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("n", range(4))
 @pytest.mark.parametrize(
     "operation, error",

@@ -451,13 +451,8 @@ class ManagedMemory:
         given: Returned = {}
         if not self._is_closed and not worker_memory.is_closing(self._worker):
             level = self._levels.inherited_level
-            given = await return_spilled(
-                self.store,
-                self._stock,
-                self._writes,
-                level,
-                partial(worker_memory.is_closing, self._worker),
-            )
+            goes = partial(worker_memory.is_closing, self._worker)
+            given = await return_spilled(self.store, self._stock, self._writes, level, goes)
         # No `await` from here until the worker has either the one store or the other.
         was_closed, self._is_closed = self._is_closed, True
         self._data_server.close()

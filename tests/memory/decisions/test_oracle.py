@@ -71,12 +71,14 @@ def informed(policy: str, **options):
     return lambda trace: Informed(trace, POLICIES[policy], **options)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", names())
 def test_next_use_moves_little_more_than_the_optimum(name, share):
     assert times_belady(name, share, informed("next-use")) <= 1.15
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("share", SHARES)
 def test_next_use_moves_much_less_than_lru(share):
     """The average counts, because traces that nearly fit into memory have little to gain."""

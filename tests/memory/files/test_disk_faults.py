@@ -158,6 +158,7 @@ def open_files():
     return found
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("lengths", "code"),
     [

@@ -227,6 +227,7 @@ def one_operation(comm, _, collective, n):
     return found
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize(("collective", "algorithm"), EACH)
 def test_a_lost_rank_in_each_step_is_named_by_all_others(collective, algorithm):
     """It dies before the step: its connections break, and it answers no peer any more.
