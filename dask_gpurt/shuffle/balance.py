@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from functools import lru_cache
 
 #: Ranges are kept up to this many times the mean load, because a sample is not all of the data. The
 #: report of a run names partitions that exceed it once all data has arrived.
@@ -34,8 +33,7 @@ def load(rows: Sequence[int], owners: dict[int, str]) -> dict[str, int]:
     return total
 
 
-@lru_cache(64)
-def owners(rows: tuple[int, ...], workers: tuple[str, ...]) -> dict[int, str]:
+def owners(rows: Sequence[int], workers: Sequence[str]) -> dict[int, str]:
     """Return the owner of each output partition.
 
     Parameters
@@ -58,3 +56,23 @@ def owners(rows: tuple[int, ...], workers: tuple[str, ...]) -> dict[int, str]:
         found[partition] = workers[number]
         heapq.heappush(heap, (loaded + rows[partition] + weight, number))
     return found
+
+
+class LatestOwners:
+    """Remembers the owners of one run, because Dask asks for one partition after the other.
+
+    The same objects come with each call. To compare their content would take as long as the first
+    call, each time.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Sequence[int] = ()
+        self._workers: Sequence[str] = ()
+        self._owners: dict[int, str] = {}
+
+    def of(self, rows: Sequence[int], workers: Sequence[str]) -> dict[int, str]:
+        """Return the owner of each output partition, as `owners` does."""
+        if rows is not self._rows or workers is not self._workers:
+            self._owners = owners(rows, workers)
+            self._rows, self._workers = rows, workers
+        return self._owners

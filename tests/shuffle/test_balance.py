@@ -10,6 +10,7 @@ from distributed.shuffle._shuffle import _get_worker_for_range_sharding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_gpurt.shuffle import balance
 from dask_gpurt.shuffle.balance import by_range, load, owners
 
 WORKERS = tuple("abcdefgh")
@@ -65,3 +66,19 @@ def test_owners_cover_all_partitions_within_the_graham_bound(rows, n_workers):
     most = max(load(rows, found).values())
     tolerated = 1.2 * sum(rows) / n_workers
     assert most <= max(4 / 3 * least * 1.01 + max(rows) / 3, tolerated)
+
+
+def test_owners_of_a_run_are_calculated_once(monkeypatch):
+    """Dask asks for each of its partitions, of which there may be ten thousands."""
+    calls = []
+
+    def counted(rows, workers):
+        calls.append((rows, workers))
+        return owners(rows, workers)
+
+    monkeypatch.setattr(balance, "owners", counted)
+    latest, rows = balance.LatestOwners(), (5, 0, 9, 1)
+    for workers in (WORKERS[:2], WORKERS[:3]):
+        found = {partition: latest.of(rows, workers)[partition] for partition in range(4)}
+        assert found == owners(rows, workers)
+    assert calls == [(rows, WORKERS[:2]), (rows, WORKERS[:3])]

@@ -24,12 +24,16 @@ from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
-from dask_gpurt.shuffle.balance import owners
+from dask_gpurt.shuffle.balance import LatestOwners
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
+
+
+#: On the scheduler's event loop.
+_OWNERS = LatestOwners()
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
         """Return the owner of an output partition. All calls of one run pass the same workers."""
         if not self.rows:
             return super().pick_worker(partition, workers)
-        return owners(self.rows, tuple(workers))[partition]
+        return _OWNERS.of(self.rows, workers)[partition]
 
     def create_run_on_worker(  # type: ignore[override]
         self,

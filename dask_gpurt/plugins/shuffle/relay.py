@@ -118,14 +118,19 @@ class Relay:
 
         buffers = await self._post.fetch(payload, lengths, empty)
         inside = is_inline(payload)
-        passing = []
+        others: list[tuple[envelope.Forward, Buffers]] = []
         taken: list[Shard] = []
         for one, found, (first, end) in zip(forwards, headers, pairwise(ends), strict=True):
             if one.target == self._own:
                 taken += await self._post.opened(found, buffers[first:end], inside=inside)
             else:
-                passing.append(self._pass_on(one, buffers[first:end], inside=inside))
-        await asyncio.gather(*passing)
+                others.append((one, buffers[first:end]))
+        passing = (self._pass_on(one, some, inside=inside) for one, some in others)
+        # If one fails, the sender hears of it once the others have ended. It may send all again, and
+        # peers still read from these buffers until then.
+        ended = await asyncio.gather(*passing, return_exceptions=True)
+        if failed := [one for one in ended if one is not None]:
+            raise failed[0]
         return taken
 
     async def _pass_on(self, one: envelope.Forward, buffers: Buffers, *, inside: bool) -> None:
