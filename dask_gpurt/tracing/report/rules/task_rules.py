@@ -116,8 +116,9 @@ def few_partitions(found: Findings) -> Bottleneck | None:
     tasks = found.columns.tasks
     path_s = found.path.computing_by(tasks.prefix)
     worst: tuple[float, TaskRow] | None = None
+    numbers = {prefix: number for number, prefix in enumerate(tasks.prefixes)}
     for row in found.tasks:
-        spent_s = path_s.get(tasks.prefixes.index(row.prefix), 0.0)
+        spent_s = path_s.get(numbers[row.prefix], 0.0)
         if row.n_tasks < _FEW * found.n_threads and spent_s:
             saves_s = spent_s * (1 - row.n_tasks / found.n_threads)
             if worst is None or saves_s > worst[0]:
