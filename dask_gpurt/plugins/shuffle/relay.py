@@ -126,8 +126,8 @@ class Relay:
             else:
                 others.append((one, buffers[first:end]))
         passing = (self._pass_on(one, some, inside=inside) for one, some in others)
-        # If one fails, the sender hears of it once the others have ended. It may send all again, and
-        # peers still read from these buffers until then.
+        # If one fails, the sender hears of it once the others have ended: it may send all again,
+        # and peers read from these buffers until then.
         ended = await asyncio.gather(*passing, return_exceptions=True)
         if failed := [one for one in ended if one is not None]:
             raise failed[0]
