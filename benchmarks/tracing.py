@@ -2,6 +2,8 @@
 
 The start and the end of a trace are not part of the time: no task waits for them. They are printed
 apart. Bytes of an event are those of the file, and those that workers recorded.
+
+With `--minutes`, one trace of so many minutes instead, of one shuffle after the other: its bytes.
 """
 
 from __future__ import annotations
@@ -80,17 +82,42 @@ def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
     return {**found, "without_s": medians["stock", "shuffle_s"]}
 
 
+def long_trace(client: Client, scale: float, minutes: float) -> dict[str, float]:
+    """Trace shuffles for some minutes. Return their number, and the bytes of the trace."""
+    rows = int(ROWS * scale)
+    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+    n_shuffles, began_s = 0, time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json.gz")
+        with dask_gpurt.trace(client, path) as traced:
+            while time.perf_counter() - began_s < 60 * minutes:
+                with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+                    persisting_s(client, lazy.shuffle("key"))
+                n_shuffles += 1
+        assert not any(one.n_dropped or one.ended for one in traced.trace.processes)
+        return {
+            "shuffles": n_shuffles,
+            "events": traced.trace.n_events,
+            "file_nbytes": os.path.getsize(path),
+        }
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--minutes", type=float, help="trace shuffles for so long")
     options = parser.parse_args()
     with stock_client(options.workers) as client:
         dask_gpurt.enable(client)
-        found = measure(client, options.scale, options.repeats)
-    found["ratio"] = found["shuffle_s"] / found["without_s"]
+        if options.minutes:
+            found = long_trace(client, options.scale, options.minutes)
+        else:
+            found = measure(client, options.scale, options.repeats)
+            found["ratio"] = found["shuffle_s"] / found["without_s"]
     for name, value in found.items():
-        print(f"{name:28} {value:10.3f}")
-    print(f"on against off: {found['ratio']:.3f} (at most 1.03)")
+        print(f"{name:28} {value:14.3f}")
+    if "ratio" in found:
+        print(f"on against off: {found['ratio']:.3f} (at most 1.03)")
     write_json(options.json, [], tracing=found)
 
 
