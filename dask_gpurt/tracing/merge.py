@@ -321,7 +321,7 @@ def _number_tasks(
                     known_s=_within(run.known_s, wall_s),
                     nbytes=run.nbytes,
                     thread=run.thread,
-                    away_s=end_s - free_s,
+                    away_s=round(end_s - free_s, 6),
                 )
             )
     for of_process in of_hash:
