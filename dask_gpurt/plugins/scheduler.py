@@ -296,7 +296,7 @@ class GpurtScheduler(SchedulerPlugin):
         for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._remove_handlers(self._handlers)
         # No handler can start another probe of links any more.
-        await self.machines.close()
+        await self.machines.end()
         try:
             # Wait, or a worker could be told to remove a plugin before it has it.
             if self._registering_workers is not None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import dask
 import pytest
 from distributed import Client, LocalCluster
-from distributed.utils_test import async_poll_for, gen_cluster, poll_for
+from distributed.utils_test import async_poll_for, captured_logger, gen_cluster, poll_for
 
 import dask_gpurt
 from dask_gpurt import config
@@ -416,3 +416,29 @@ async def test_missing_description_file_is_reported_at_once(s):
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         async with Client(s.address, asynchronous=True) as c:
             await dask_gpurt.enable(c)
+
+
+@gen_cluster(client=True, config={**ON, "gpurt.topology.probe": "off"})
+async def test_a_measurement_ends_before_handlers_are_dropped(c, s, a, b):
+    """Otherwise a worker is asked for bytes that it no longer serves, and logs an error."""
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+    for worker in (a, b):
+        stock = worker.handlers["gpurt_probe_data"]
+
+        async def held(nbytes, stock=stock):
+            asked.set()
+            await may_answer.wait()
+            return await stock(nbytes)
+
+        worker.handlers["gpurt_probe_data"] = held
+    machines = scheduler_plugin(s).machines
+    describing = asyncio.ensure_future(activation.machines(c, True))
+    await asked.wait()
+    with captured_logger("distributed.core") as logged:
+        disabling = asyncio.ensure_future(dask_gpurt.disable(c))
+        await async_poll_for(lambda: machines._is_ending, timeout=10)
+        may_answer.set()
+        await disabling
+        await asyncio.wait({describing})
+    assert "gpurt_probe_data" not in {*a.handlers, *b.handlers}
+    assert "No handler" not in logged.getvalue()

@@ -68,6 +68,7 @@ class Machines:
         self._spent_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._retry: asyncio.TimerHandle | None = None
+        self._is_ending = False
         self._learner: Placement | None = None
         self._discovering: asyncio.Task[None] | None = None
         #: Set if workers change while machines are being discovered.
@@ -227,7 +228,7 @@ class Machines:
         self._state, self._reason = "running", ""
         began = time() - self._spent_s
         for source, target in probing.pairs(self._endpoints(), self._tried):
-            reason = why_stop()
+            reason = "the runtime is switched off" if self._is_ending else why_stop()
             if reason is None and time() - began > probing.MAX_S:
                 reason = f"it took {probing.MAX_S:g} s"
             if reason is not None:
@@ -380,8 +381,20 @@ class Machines:
             },
         }
 
+    async def end(self) -> None:
+        """Stop measuring, and wait for the pair that is measured now.
+
+        Otherwise one of the two would ask the other for bytes after that has dropped its handlers.
+        """
+        self._is_ending = True
+        if self._discovering is not None:
+            self._discovering.cancel()
+        if self._probing is not None:
+            await asyncio.wait({self._probing}, timeout=2 * probing.MAX_PAIR_S)
+        await self.close()
+
     async def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring at once."""
         if self._retry is not None:
             self._retry.cancel()
         tasks = [task for task in (self._probing, self._discovering) if task is not None]
