@@ -295,7 +295,7 @@ async def test_closed_worker_is_not_kept_alive(s):
         "gpurt_machine": {},
         "gpurt_probe": {},
         "gpurt_probe_data": {"nbytes": 1},
-        "gpurt_broadcast": {"key": "x", "workers": [], "n_slices": 1},
+        "gpurt_broadcast": {"key": "x", "workers": [], "n_slices": 1, "version": 1},
         "gpurt_broadcast_join": {
             "name": "one",
             "key": "x",
