@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 from distributed import Event, WorkerPlugin, wait, worker_client
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import event_loop
@@ -136,8 +136,7 @@ async def test_the_time_away_from_a_thread_is_known(c, s, a, b):
         async with dask_gpurt.trace(c, f"{folder}/x.json", keys="full") as traced:
             ends = c.submit(waits_away, "soon", key="ends", workers=[a.address])
             stays = c.submit(waits_away, "late", key="stays", workers=[b.address])
-            while len(a.state.long_running) + len(b.state.long_running) < 2:
-                await asyncio.sleep(0.01)
+            await async_poll_for(lambda: a.state.long_running and b.state.long_running, timeout=60)
             here = c.submit(time.sleep, 0.2, key="here", workers=[a.address])
             await here
             await Event("soon").set()

@@ -13,10 +13,14 @@ import numpy as np
 
 from dask_gpurt.tracing.report.critical_path import chain
 from dask_gpurt.tracing.report.event_columns import Columns
-from dask_gpurt.tracing.report.task_stories import CLIENT, COMPUTING, Backwards, TaskStories
+from dask_gpurt.tracing.report.task_stories import (
+    CLIENT,
+    COMPUTING,
+    SAME_S,
+    Backwards,
+    TaskStories,
+)
 
-#: Events of the same moment are at most this far apart.
-_SAME_S = 0.01
 #: Shorter gaps are not looked at.
 SHORTEST_S = 0.1
 #: Gaps that are explained, the longest first. Others are only added up.
@@ -117,7 +121,7 @@ def _threads(columns: Columns) -> np.ndarray:
     """Return the thread of each task.
 
     A task that leaves its thread keeps it, and the worker starts another one in its place. Tasks of
-    such a worker get places instead: each the first one that is free.
+    such a worker get places instead: each the free one that was used last.
     """
     tasks = columns.tasks
     threads = tasks.thread.copy()
@@ -127,7 +131,7 @@ def _threads(columns: Columns) -> np.ndarray:
         for row in rows[np.argsort(tasks.start_s[rows], kind="stable")].tolist():
             # The one that became free last: others may be idle for longer.
             at = max(
-                (one for one in free if one[0] <= tasks.start_s[row] + _SAME_S),
+                (one for one in free if one[0] <= tasks.start_s[row] + SAME_S),
                 default=min(free, default=(0.0, 0)),
             )
             if at in free:

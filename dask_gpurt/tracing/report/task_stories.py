@@ -32,7 +32,7 @@ CLIENT = "client"
 #: holds the task back: it is paused, or others have the resource. A busy event loop is slow, too.
 PROMPT_S = 0.25
 #: Events of the same moment, on two clocks, are at most this far apart.
-_SAME_S = 0.01
+SAME_S = 0.01
 #: All threads of a busy worker run tasks at least once in such a time. Between two tasks, a thread
 #: is free for a moment, and then no other task waits for it.
 _OFTEN_S = 0.05
@@ -260,7 +260,7 @@ class TaskStories:
         """Return the fetch that brought the last input of a task; None if none is known."""
         tasks, hops = self._columns.tasks, self._columns.hops
         wanted = {int(tasks.number[i]), -1, *tasks.needs[i]}
-        rows = self._fetches.within(int(tasks.process[i]), assigned_s, here_s + _SAME_S)
+        rows = self._fetches.within(int(tasks.process[i]), assigned_s, here_s + SAME_S)
         for row in rows[: -_MAX_FETCHES - 1 : -1]:
             if int(hops.task[row]) in wanted:
                 return int(row)

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from distributed import Event, wait
+from distributed.utils_test import async_poll_for
 
 from dask_gpurt.plugins.collectives.broadcasts import (
     awaited_values,
@@ -62,16 +63,21 @@ async def test_no_copy_is_left_if_its_sender_dies(c, s, *workers):
         workers[0].batched_stream.comm.abort()
         await workers[0].finished()
         pace.may_go.set()
-        while workers[0].address in s.workers or any(map(runs_of, workers[1:])):
-            await asyncio.sleep(0.01)
+        await async_poll_for(
+            lambda: workers[0].address not in s.workers and not any(map(runs_of, workers[1:])),
+            timeout=60,
+        )
         holders = {worker.address for worker in workers[1:] if "weights" in worker.data}
         known = {ws.address for ws in s.tasks["weights"].who_has or ()}
         assert holders == known
     old.release()
-    while "weights" in s.tasks or any("weights" in worker.data for worker in workers[1:]):
-        await asyncio.sleep(0.01)
+    await async_poll_for(lambda: is_gone("weights", s, workers[1:]), timeout=60)
     # Stock Dask goes on with the copies, on a scheduler that knows no such key any more.
     await asyncio.wait({copying})
+
+
+def is_gone(key, scheduler, workers):
+    return key not in scheduler.tasks and not any(key in worker.data for worker in workers)
 
 
 def runs_of(worker):
@@ -87,8 +93,7 @@ async def test_a_key_may_be_used_anew_during_its_broadcast(c, s, *workers):
         copying = asyncio.ensure_future(c.replicate(old))
         await pace.is_there.wait()
         old.release()
-        while "table" in s.tasks or any("table" in worker.data for worker in workers[:3]):
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: is_gone("table", s, workers[:3]), timeout=60)
         values = {"table": np.full(N, 2.0)}
         new = (await c.scatter(values, workers=[workers[1].address]))["table"]
         pace.may_go.set()
