@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -237,14 +237,16 @@ class CopyReports:
 
     async def _is_wanted(self, key: Any, version: int) -> bool:
         """Handler: return whether the value with a key is still the one of this version."""
-        ts = self._scheduler.tasks.get(key)
+        return self._is_current(self._scheduler.tasks.get(key), version)
+
+    def _is_current(self, ts: TaskState | None, version: int) -> TypeGuard[TaskState]:
         return ts is not None and ts.state == "memory" and self._versions.of(ts) == version
 
     def _copied(self, key: Any, version: int, worker: str, stimulus_id: str) -> None:
         ws, ts = self._scheduler.workers.get(worker), self._scheduler.tasks.get(key)
         if ws is None:
             return
-        if ts is not None and ts.state == "memory" and self._versions.of(ts) == version:
+        if self._is_current(ts, version):
             self._scheduler.add_replica(ts, ws)
         elif ts is None or ws not in (ts.who_has or ()):
             message = {"op": "free-keys", "keys": [key], "stimulus_id": stimulus_id}
