@@ -62,6 +62,11 @@ def pytest_configure() -> None:
     # Worker processes are forked from one that has imported the common modules. This saves 1.5 s
     # of a core for each. Workers of scripts and of the command line are not forked.
     dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+    # A local cluster gives up a worker whose process ended and is not back after 15 s. On a busy
+    # machine, workers start slower than that.
+    dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"})
+    # distributed's tests restore what they found when they were imported, before this.
+    utils_test.original_config = copy.deepcopy(dask.config.config)
 
 
 #: Files and folders with the longest files.

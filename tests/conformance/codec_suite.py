@@ -5,14 +5,13 @@ The bytes are in host memory. A codec of a device copies them itself.
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import ProtocolError
+from tests.allocations import peak_nbytes
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -214,11 +213,9 @@ class CodecSuite:
         raw, itemsize = kinds_of_data()[self.compressible[0]]
         payload = self.encoded(raw, itemsize)
         out = np.empty(64 * itemsize, dtype=np.uint8)
-        tracemalloc.start()
-        try:
+
+        def refuse():
             with pytest.raises(ProtocolError):
                 self.codec.decode_into(payload, out, itemsize)
-            _, peak_nbytes = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak_nbytes < raw.nbytes
+
+        assert peak_nbytes(refuse) < raw.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import struct
-import tracemalloc
 import zlib
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.transport import wire
+from tests.allocations import peak_nbytes
 
 GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v3.bin"
 
@@ -254,26 +254,19 @@ def test_inconsistent_message_is_refused(message, complaint):
     ],
 )
 def test_huge_counts_are_refused_before_anything_is_allocated(message):
-    tracemalloc.start()
-    try:
+    def refuse():
         with pytest.raises(ProtocolError):
             wire.decode(message)
-        _, peak_nbytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_nbytes < 64 << 10
+
+    assert peak_nbytes(refuse) < 64 << 10
 
 
 def test_huge_payload_lengths_are_only_announced():
     """The header only states the lengths of the payload; the decoder allocates none of it."""
-    tracemalloc.start()
-    try:
-        (header,) = wire.decode(_message(_shard(nbytes=_U64, arrow=_U64, table=1) + b"t"))
-        _, peak_nbytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    message = _message(_shard(nbytes=_U64, arrow=_U64, table=1) + b"t")
+    (header,) = wire.decode(message)
     assert header.buffer_nbytes == _U64
-    assert peak_nbytes < 64 << 10
+    assert peak_nbytes(wire.decode, message) < 64 << 10
 
 
 def _decodes_or_is_refused(header):

@@ -9,13 +9,13 @@ import pytest
 from dask_gpurt.frames import joining
 from dask_gpurt.frames.flat import flat_pandas, values
 from dask_gpurt.frames.flat.values import flatten, restore
+from tests.allocations import peak_nbytes
 from tests.frames.flat.value_cases import (
     COLUMNS,
     FRAMES,
     INDEXES,
     N,
     all_columns,
-    allocating,
     assert_same,
     copies_of,
     there_and_back,
@@ -72,8 +72,8 @@ PLAIN = [
 ]
 
 
-#: msgpack allocates 256 KiB at the start, independent of its output. Other threads allocate, too.
-SLACK_NBYTES = 450_000
+#: msgpack allocates 256 KiB at the start, independent of its output.
+SLACK_NBYTES = 300_000
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -82,13 +82,12 @@ def test_columns_and_frames_need_no_pickle_and_no_copy(name, monkeypatch):
     monkeypatch.setattr(values._Restoring, "unpickled", forbidden)
     series = COLUMNS[name].take(np.arange(600_000) % N).reset_index(drop=True)
     for value in (series, series.to_frame("a"), pd.Index(series)):
-        flat, allocated_nbytes = allocating(flatten, value)
-        assert allocated_nbytes < SLACK_NBYTES
+        assert peak_nbytes(flatten, value) < SLACK_NBYTES
+        flat = flatten(value)
         assert len(flat.header) < 1_000
         buffers = copies_of(flat)
-        got, allocated_nbytes = allocating(restore, flat.header, buffers)
-        assert allocated_nbytes < SLACK_NBYTES
-        assert_same(got, value)
+        assert peak_nbytes(restore, flat.header, buffers) < SLACK_NBYTES
+        assert_same(restore(flat.header, buffers), value)
 
 
 def forbidden(*args):

@@ -6,7 +6,6 @@ import collections
 import datetime
 import decimal
 import fractions
-import tracemalloc
 
 import numpy as np
 import pandas as pd
@@ -293,17 +292,6 @@ FRAMES = {
     "two objects": pd.DataFrame({"a": [(1,), 2], "b": [None, {}]}, dtype=object),
     "read-only": pd.DataFrame(read_only(np.ones((3, 2))), copy=False),
 }
-
-
-def allocating(function, *args):
-    """Return a function's result and its peak allocation, including NumPy's memory."""
-    function(*args)  # the first call makes allocations that happen only once
-    tracemalloc.start()
-    try:
-        result = function(*args)
-        return result, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 ARROW = {
