@@ -18,6 +18,7 @@ from dask_gpurt.shuffle.tally import Tally
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
+    from dask_gpurt.plugins.placement.placer import Placement
     from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
@@ -67,15 +68,21 @@ def spent_since(scheduler: Scheduler, reports: Iterable[Any]) -> dict[str, float
     return {name: value - before[name] for name, value in now.items()}
 
 
-def counted_reports(scheduler: Scheduler, tally: Tally, reports: dict[str, Any]) -> dict[str, Any]:
-    """Record the counters and runs in workers' reports; return the reports without them."""
+def counted_reports(
+    scheduler: Scheduler, tally: Tally, placement: Placement | None, reports: dict[str, Any]
+) -> dict[str, Any]:
+    """Record the counters and runs in workers' reports; return the reports without them.
+
+    The load of a worker gets its `slowness`, which placement has learned.
+    """
+    slowness = placement.learned_slowness if placement is not None else lambda address: 1.0
     for address, report in reports.items():
         if (known := scheduler.workers.get(address)) is not None:
             take(tally, known.server_id, report)
     runs = ("runs", "open_runs")
     return {
         address: {name: value for name, value in report.items() if name not in runs}
-        | {"load": without_untold(report["load"])}
+        | {"load": {**without_untold(report["load"]), "slowness": slowness(address)}}
         for address, report in reports.items()
     }
 

@@ -39,6 +39,9 @@ class LiveFacts:
         Seconds and bytes of all workers, and of the scheduler (`SPENT`).
     busy_s
         By address of a worker: seconds of its tasks over its threads.
+    slowness
+        By address of a worker: how many times as long as others it takes for the same tasks; 1 if
+        as long, or if it is unknown.
     n_threads, n_cores
         Threads of all workers, and processors of their hosts; 0 if unknown.
     wall_s
@@ -52,6 +55,7 @@ class LiveFacts:
     fallbacks: Sequence[Mapping[str, Any]] = ()
     spent: Mapping[str, float] = field(default_factory=Counter)
     busy_s: Mapping[str, float] = field(default_factory=dict)
+    slowness: Mapping[str, float] = field(default_factory=dict)
     n_threads: int = 0
     n_cores: int = 0
     wall_s: float | None = None

@@ -216,6 +216,24 @@ def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
     )
 
 
+def _slow_worker(facts: LiveFacts) -> Bottleneck | None:
+    def saves_s(address: str) -> float:
+        return facts.busy_s[address] * (1 - 1 / facts.slowness.get(address, 1.0))
+
+    worker = max(facts.busy_s, key=saves_s, default="")
+    if not worker or not saves_s(worker):
+        return None
+    return Bottleneck(
+        "slow-worker",
+        f"{worker} takes {facts.slowness[worker]:.1f} times as long as others for the same tasks, "
+        f"and worked {facts.busy_s[worker]:.1f} s on each thread",
+        "Look for other programs, fewer processors, or a hot or throttled machine on that host, "
+        "or leave it out.",
+        "",
+        saves_s(worker),
+    )
+
+
 def _processors(facts: LiveFacts) -> Bottleneck | None:
     if facts.wall_s is None or not facts.n_threads or facts.wall_s <= 0:
         return None
@@ -332,6 +350,7 @@ RULES: dict[str, Callable[[LiveFacts], Bottleneck | None]] = {
     "spill": _spill,
     "memory-wait": _memory_wait,
     "back-pressure": _back_pressure,
+    "slow-worker": _slow_worker,
     "processors": _processors,
     "scheduler-bound": _scheduler_bound,
     "restarts": _restarts,

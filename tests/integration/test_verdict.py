@@ -129,6 +129,15 @@ def test_a_program_without_a_shuffle_has_none(enabled: Client) -> None:
     assert rules(enabled) == ["no-shuffle"]
 
 
+def test_a_worker_that_takes_longer_than_others_is_slow(enabled: Client, any_savings: None) -> None:
+    slow, other = sorted(enabled.scheduler_info()["workers"])
+    for worker, n_times in ((other, 1), (slow, 12)):
+        jobs = [enabled.submit(busy_times, n_times, n, workers=[worker]) for n in range(6)]
+        enabled.gather(jobs)
+    (one,) = (one for one in judged(enabled)["bottlenecks"] if one["rule"] == "slow-worker")
+    assert one["evidence"].startswith(f"{slow} takes ")
+
+
 @pytest.mark.skipif(CPU_COUNT < 2, reason="one processor cannot be too many for a thread")
 def test_one_thread_leaves_processors_free(
     any_savings: None, capsys: pytest.CaptureFixture[str]
@@ -158,7 +167,11 @@ def test_the_scheduler_limits_tiny_tasks(
 
 def busy(number: int) -> float:
     # Long enough for the start of the block to be a small part of it.
-    return float(sum(np.random.default_rng(number).random(10**6).sum() for _ in range(20)))
+    return busy_times(20, number)
+
+
+def busy_times(n_times: int, number: int) -> float:
+    return float(sum(np.random.default_rng(number).random(10**6).sum() for _ in range(n_times)))
 
 
 needs_networks = pytest.mark.skipif(

@@ -90,6 +90,7 @@ PLANTED = {
     "back-pressure": replace(
         HEALTHY, shuffles=[run(seconds={**run()["seconds"], "held_back": 40.0})]
     ),
+    "slow-worker": replace(HEALTHY, slowness={"tcp://b": 1.6, "tcp://c": 4.0}),
     "processors": replace(HEALTHY, n_cores=32),
     "scheduler-bound": replace(HEALTHY, spent=spent(scheduler_s=26.0), wall_s=30.0),
     "restarts": replace(HEALTHY, shuffles=[run(), run(run=2)], wall_s=21.0),

@@ -34,6 +34,7 @@ def of_status(status: Mapping[str, Any]) -> dict[str, Any]:
             fallbacks=status["fallbacks"],
             spent=_complete(status["spent"]),
             busy_s=_busy_s(loads),
+            slowness=_slowness(loads),
             n_threads=n_threads,
             n_cores=n_cores,
         )
@@ -53,6 +54,7 @@ def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
             fallbacks=snapshot.fallbacks,
             spent=_complete(snapshot.spent),
             busy_s=_busy_s(snapshot.loads),
+            slowness=_slowness(snapshot.loads),
             n_threads=n_threads,
             n_cores=n_cores,
             wall_s=wall_s,
@@ -78,6 +80,11 @@ def _complete(spent: Mapping[str, float]) -> dict[str, float]:
 
 def _busy_s(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     return {address: load["task_s"] / max(load["threads"], 1) for address, load in loads.items()}
+
+
+def _slowness(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    # Without the runtime, nobody learns it.
+    return {address: load.get("slowness", 1.0) for address, load in loads.items()}
 
 
 def _verdict(facts: LiveFacts) -> dict[str, Any]:

@@ -147,6 +147,10 @@ class Placement:
         """Return the slowness of a worker (`dask_gpurt.placement.speeds`)."""
         return 1.0 if self._is_stock else self._view.slowness(ws)
 
+    def learned_slowness(self, address: str) -> float:
+        """Return the slowness of a worker by the tasks that it ended."""
+        return self._view.speeds.learned(address)
+
     def failed(self, error: Exception) -> None:
         """Count an error of this package, after which stock Dask decided; log the first one."""
         if not self.log.n_failed:
