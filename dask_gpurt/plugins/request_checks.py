@@ -37,6 +37,13 @@ def flag(what: str, value: Any) -> bool:
     return value
 
 
+def message(sender: Any, number: Any) -> tuple[str, int]:
+    """Check the sender of a message of data and its number there."""
+    if type(number) is not int or not 0 < number < 1 << 64:
+        raise _wrong("message", number, "the number of a message")
+    return name("sender", sender), number
+
+
 def count(what: str, value: Any) -> int:
     """Check a number of entries."""
     if type(value) is not int or not 0 <= value <= MAX_KEYS:

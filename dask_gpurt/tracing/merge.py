@@ -20,10 +20,9 @@ import numpy.typing as npt
 from dask_gpurt.tracing import records
 from dask_gpurt.tracing.clocks import ClockExchange, ClockFit, fit, shifts
 from dask_gpurt.tracing.events import (
+    NOT_SENDS,
     RECEIVE,
-    RELAY,
     SCHEDULER,
-    SEND,
     WORKER,
     Instant,
     LaneWork,
@@ -35,7 +34,7 @@ from dask_gpurt.tracing.events import (
 )
 
 #: Lane of messages of shuffles, and of values that the store moves down.
-_MESSAGES, _EVICTIONS = "communication", "write"
+_EVICTIONS = "write"
 
 
 @dataclass
@@ -122,14 +121,17 @@ class _Events:
             if kind != records.SAMPLE:
                 rows["end_s"] += by_s
 
-    def messages(self, *paths: str) -> list[_Row]:
-        """Return the messages of these paths that have a number."""
-        texts, names = self.texts, self.names
-        return [
-            row
-            for row in self.rows(records.WORK)
-            if row.message and names[row.lane] == _MESSAGES and texts[row.path] in paths
-        ]
+    def sends(self) -> list[_Row]:
+        """Return the messages that were delivered."""
+        texts = self.texts
+        every = self.rows(records.WORK)
+        return [row for row in every if row.message and texts[row.path] not in NOT_SENDS]
+
+    def receives(self) -> list[_Row]:
+        """Return the messages that arrived here."""
+        texts = self.texts
+        every = self.rows(records.WORK)
+        return [row for row in every if row.message and texts[row.path] == RECEIVE]
 
 
 def merged(
@@ -348,7 +350,7 @@ def _sends(every: list[_Events], by_address: dict[str, int]) -> _Sends:
     """Return sends by sender, receiver and number of the message."""
     found = {}
     for number, one in enumerate(every):
-        for row in one.messages(SEND, RELAY):
+        for row in one.sends():
             receiver = by_address.get(one.texts[row.peer], -1)
             sent = _Sent(row.start_s, row.end_s, one.names[row.way])
             found[number, receiver, row.message] = sent
@@ -368,7 +370,7 @@ def _bring_in_order(
 
     for number, one in enumerate(every):
         senders = [by_address.get(text, -1) for text in one.texts]
-        for row in one.messages(RECEIVE):
+        for row in one.receives():
             sender = senders[row.peer]
             sent = sends.get((sender, number, row.message))
             if sent is not None:
@@ -403,7 +405,7 @@ def _work(
         lane, path, peer = names[row.lane], texts[row.path], texts[row.peer]
         start_s, end_s, way = row.start_s, max(row.start_s, row.end_s), names[row.way]
         is_inside = start_s >= 0 and end_s <= wall_s
-        if lane == _MESSAGES and path == RECEIVE:
+        if row.message and path == RECEIVE:
             sent = sends.get((by_address.get(peer, -1), process, row.message))
             if sent is not None:
                 late_s = max(sent.start_s - start_s, 0.0)

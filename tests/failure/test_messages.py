@@ -448,4 +448,4 @@ def test_message_without_its_sender_is_an_error(
         return await receive(run, {**data, "sender": sender})
 
     monkeypatch.setattr(ExchangeRun, "receive", changed)
-    assert_one_clear_error(stage, "ProtocolError", "without the address of its sender")
+    assert_one_clear_error(stage, "ProtocolError", "sender")

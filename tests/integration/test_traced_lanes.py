@@ -9,6 +9,7 @@ from distributed import wait
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from tests.integration.memory_cluster import MIB, cluster, on_disk, until
+from tests.integration.traced import assert_received
 
 pytestmark = [pytest.mark.cluster]
 
@@ -49,3 +50,4 @@ def test_messages_of_groups_are_in_the_trace(tmp_path):
     # Each rank sends half of the array, and half of the sum.
     assert sum(one.nbytes for one in sent) >= 2 * 8 * 4 * MIB
     assert {one.peer for one in sent} == addresses
+    assert_received(traced.trace, sent)

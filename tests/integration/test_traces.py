@@ -25,6 +25,7 @@ from dask_gpurt.tracing.events import FETCH, PHASE, RELAY
 from tests.integration.traced import (
     N_PARTS,
     assert_messages_match,
+    assert_received,
     message_ends,
     part,
     shuffled,
@@ -396,8 +397,10 @@ async def test_broadcasts_are_in_a_lane_of_their_own(c, s, *workers):
         async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             big = await c.scatter(bytes(8 << 20), workers=[workers[0].address])
             await c.replicate([big], n=3)
-    sent = [one for one in traced.trace.work if one.lane == "collective"]
-    assert sum(one.nbytes for one in sent if one.path == "broadcast") >= 2 * (8 << 20)
+    sent = [one for one in traced.trace.work if one.path == "broadcast"]
+    assert {one.lane for one in sent} == {"collective"}
+    assert sum(one.nbytes for one in sent) >= 2 * (8 << 20)
+    assert_received(traced.trace, sent)
     assert {one.peer for one in sent} <= {one.address for one in workers}
 
 

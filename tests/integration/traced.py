@@ -11,7 +11,8 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.tracing.events import RECEIVE, RELAY, SEND, LaneWork, Trace
+from dask_gpurt.tracing.events import COLLECTIVE, RECEIVE, RELAY, SEND, LaneWork, Trace
+from dask_gpurt.tracing.formats.arrows import ArrowFinder
 
 ROWS = 20_000
 N_PARTS = 8
@@ -52,6 +53,21 @@ def assert_messages_match(trace: Trace) -> None:
         for path, counter in ((SEND, "sent_nbytes"), (RECEIVE, "received_nbytes")):
             moved = (one.nbytes for one in trace.work if one.process == number and one.path == path)
             assert sum(moved) == process.counters.get(counter, 0)
+
+
+def assert_received(trace: Trace, sent: list[LaneWork]) -> None:
+    """Each of these sends has a receive at its peer, of as many bytes, and an arrow to it."""
+    here = [one for one in trace.work if one.lane == COLLECTIVE]
+    received = [one for one in here if one.path == RECEIVE]
+    names = [process.address for process in trace.processes]
+
+    def ends(one: LaneWork, sender: str, receiver: str) -> tuple[str, str, int, int, int]:
+        return sender, receiver, one.message, one.nbytes, arrows.of_work(one).chain
+
+    arrows = ArrowFinder(trace)
+    of_sends = sorted(ends(one, names[one.process], one.peer) for one in sent)
+    assert of_sends == sorted(ends(one, one.peer, names[one.process]) for one in received)
+    assert all(chain for *_, chain in of_sends)
 
 
 def trace_files(*folders: str) -> Iterator[pathlib.Path]:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import dask.config
@@ -21,8 +20,8 @@ from dask_gpurt.codecs.encoded_shards import Encoded, joined
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.ledger import COMMUNICATION, WAITING
-from dask_gpurt.errors import ProtocolError
 from dask_gpurt.frames.adapter import ArrivalAllocator, BodyAdapter, DeviceMemory, on_host
+from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
@@ -38,7 +37,7 @@ from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
-from dask_gpurt.plugins.tracing.ledger_hook import entered
+from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.plugins.worker import RunLike, runtime_of
 from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.envelope import is_envelope
@@ -55,10 +54,6 @@ T = TypeVar("T")
 
 #: Lane jobs that process a received message.
 _TAKING_IN = frozenset(("allocate", "borrow", "decode"))
-#: Numbers of messages: unique in this process, whatever worker and run they are of.
-_numbers = count(1)
-#: Longest address of a sender.
-_MOST_CHARACTERS = 1000
 
 
 class Messenger:
@@ -168,7 +163,7 @@ class Messenger:
 
         The ledger gets an entry of this path and size. The peer's entry has the same number.
         """
-        run, number = self._run, next(_numbers)
+        run, number = self._run, next(message_numbers)
         links = self._state.links
         connections = links.onward if path == RELAY else links.connections
 
@@ -263,10 +258,7 @@ class Messenger:
         ProtocolError
             This is not an address, or not the number of a message.
         """
-        if not isinstance(sender, str) or len(sender) > _MOST_CHARACTERS:
-            raise ProtocolError("a message without the address of its sender")
-        if type(number) is not int or not 0 < number < 1 << 64:
-            raise ProtocolError("a message without its number")
+        request_checks.message(sender, number)
         run = self._run
         key = sender, run.id, run.run_id
         self._state.senders.note(key, event_loop(self._worker).time())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker import thread_state
 
 from dask_gpurt.devices.ledger import COMMUNICATION, Ledger, LedgerEntry
-from dask_gpurt.tracing.events import PHASE, RECEIVE
+from dask_gpurt.tracing.events import PHASE, RECEIVE, UNSENT
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
 
 #: Name of the trace among the extensions of a worker, and of a scheduler.
 TRACE = "gpurt-trace"
-#: Lane of broadcasts and of operations of groups.
-COLLECTIVE = "collective"
-#: Path of a message that was not delivered.
-UNSENT = "unsent"
+#: Numbers of messages: unique in this process, whatever worker and run they are of.
+message_numbers = itertools.count(1)
 #: Names of transports for users. A message over Dask's connections has the scheme of its address.
 _WAYS = {"shared": "shared memory"}
 
@@ -103,10 +102,16 @@ def enter_phase(ledger: Ledger, phase: str, start_s: float, run: int = 0, key: A
 
 
 def enter_receipt(
-    ledger: Ledger, nbytes: int, start_s: float, sender: str, run: int, message: int
+    ledger: Ledger,
+    nbytes: int,
+    start_s: float,
+    sender: str,
+    run: int,
+    message: int,
+    lane: str = COMMUNICATION,
 ) -> None:
-    """Enter a message of a shuffle that has arrived."""
-    path = COMMUNICATION, RECEIVE, nbytes, start_s, ledger.clock()
+    """Enter a message that has arrived."""
+    path = lane, RECEIVE, nbytes, start_s, ledger.clock()
     ledger.add(LedgerEntry(*path, peer=sender, run=run, message=message))
 
 

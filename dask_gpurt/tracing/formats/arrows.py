@@ -11,14 +11,12 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dask_gpurt.tracing.events import FETCH, RECEIVE, SEND, LaneWork, TaskTimes, Trace
+from dask_gpurt.tracing.events import FETCH, NOT_SENDS, RECEIVE, LaneWork, TaskTimes, Trace
 
 #: Most arrows into one task. With more inputs, the last ones to be ready get them: they are the
 #: ones that the task waited for, and a picture with thousands of arrows shows nothing.
 MAX_ARROWS = 16
 
-#: Paths of messages that a peer received: a worker's own, and others' that it hands on.
-_SENT = {SEND, "relay"}
 #: Numbers of messages begin here. Numbers of outputs are smaller.
 _MESSAGES = 1 << 62
 _BITS_OF_MESSAGE = 38
@@ -107,7 +105,7 @@ class ArrowFinder:
         if work.lane == FETCH:
             # The first of several fetches for one task from one peer.
             return self._of_fetches.pop(_key(work), NO_ARROWS)
-        if work.message and work.path in _SENT:
+        if work.message and work.path not in NOT_SENDS:
             return Arrows(chain=_number(work.process, work.message), goes=True)
         sender = self._indices.get(work.peer)
         if work.message and work.path == RECEIVE and sender is not None:

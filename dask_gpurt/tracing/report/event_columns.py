@@ -18,6 +18,7 @@ from dask_gpurt.tracing.amounts import name_text
 from dask_gpurt.tracing.events import (
     DEVICE,
     FETCH,
+    NOT_SENDS,
     PHASE,
     RECEIVE,
     RELAY,
@@ -190,13 +191,15 @@ def hops_of(work: WorkColumns, places: Places) -> Hops:
     is_message = work.is_lane(COMMUNICATION) & (work.is_path(SEND) | work.is_path(RELAY))
     # Both ends of a fetch may be recorded. The receiver knows how long it waited.
     is_fetch = work.is_lane(FETCH) & ~work.is_path(SEND)
-    is_other = ~(work.is_lane(COMMUNICATION) | work.is_lane(FETCH)) & ~work.is_path(RECEIVE)
+    is_other = ~(work.is_lane(COMMUNICATION) | work.is_lane(FETCH))
+    for path in NOT_SENDS:
+        is_other &= ~work.is_path(path)
     rows = np.flatnonzero(has_peer & (is_message | is_fetch | is_other))
     kinds = [MESSAGE, RELAYED, FETCH, *work.lanes]
     kind = work.lane[rows] + 3
     kind[is_message[rows]] = np.where(work.is_path(SEND)[rows], 0, 1)[is_message[rows]]
     kind[is_fetch[rows]] = 2
-    wire_end_s, n_unreceived = _arrivals(work, rows, is_message[rows])
+    wire_end_s, n_unreceived = _arrivals(work, rows)
     sender = np.where(is_fetch[rows], work.peer[rows], work.process[rows])
     receiver = np.where(is_fetch[rows], work.process[rows], work.peer[rows])
     host_of, hosts = _numbered(places.hosts, len(places.hosts))
@@ -218,17 +221,15 @@ def hops_of(work: WorkColumns, places: Places) -> Hops:
     )
 
 
-def _arrivals(work: WorkColumns, rows: Column, is_message: Column) -> tuple[Column, int]:
+def _arrivals(work: WorkColumns, rows: Column) -> tuple[Column, int]:
     """Return when the last byte of each hop had arrived, and how many messages have no receive.
 
     A send lasts until the answer. The receiver's work and its wait for memory are no time of the
     link, so the receiver's own record ends the transfer.
     """
     end_s = work.end_s[rows].copy()
-    receives = np.flatnonzero(
-        work.is_lane(COMMUNICATION) & work.is_path(RECEIVE) & (work.message > 0) & (work.peer >= 0)
-    )
-    numbered = is_message & (work.message[rows] > 0)
+    receives = np.flatnonzero(work.is_path(RECEIVE) & (work.message > 0) & (work.peer >= 0))
+    numbered = work.message[rows] > 0
     if not len(receives) or not numbered.any():
         return end_s, int(numbered.sum())
     of_send = work.process[rows].astype(np.int64) << 40 | work.message[rows]

@@ -236,9 +236,12 @@ async def test_slices_that_are_none_are_refused(c, s, a):
     take = a.handlers["gpurt_broadcast_slice"]
     for header in (b"short", struct.pack("<QQQ", 1, 10, 0), struct.pack("<QQQ", 0, 9, 0)):
         with pytest.raises(ProtocolError):
-            await take(name="one", header=header, payload=[bytes(10)])
+            await take(name="one", sender="x", message=1, header=header, payload=[bytes(10)])
+    for unknown in ({"sender": 5, "message": 1}, {"sender": "x"}, {"sender": "x", "message": 0}):
+        with pytest.raises(ProtocolError):
+            await take(name="one", header=struct.pack("<QQQ", 0, 10, 0), payload=[], **unknown)
     with pytest.raises(OSError, match="over here"):
-        await take(name="unknown", header=b"", payload=[])
+        await take(name="unknown", sender="x", message=1, header=b"", payload=[])
     await a.handlers["gpurt_broadcast_leave"](name="one")
 
 

@@ -46,8 +46,8 @@ def to_rank_0(test):
             worker, sender = (there[address] for address in comm.workers)
             while not is_in_operation(worker, name, 1):
                 await asyncio.sleep(0)
-            known = {"name": name, "sender": sender.address, "payload": [bytes(32)]}
-            message = {"header": HEADER.encoded(), **known}
+            known = {"name": name, "sender": sender.address, "message": 1}
+            message = {"header": HEADER.encoded(), "payload": [bytes(32)], **known}
             await test(lambda one: worker.handlers["gpurt_collective"](**{**message, **one}))
             await Event("go", client=c).set()
             assert await c.gather(futures) == [([0.0] * 4, [2.0] * 4)] * 2
@@ -69,6 +69,8 @@ MALFORMED = [
     {"name": 5},
     {"name": "x" * 2000},
     {"sender": 5},
+    {"message": -1},
+    {"message": 1 << 64},
     {"sender": "tcp://127.0.0.9:1"},
     {"header": b"short"},
     {"header": "text"},

@@ -30,9 +30,10 @@ from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins.shuffle.payloads import is_inline
-from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
+from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.routing import host_of
+from dask_gpurt.tracing.events import COLLECTIVE
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -170,9 +171,12 @@ class BroadcastRun:
             header = _HEADER.pack(number, buffer.nbytes, checksum)
             return Message(header, [buffer], wire_nbytes=len(header) + buffer.nbytes)
 
+        sender, message = self._workers[self._rank], next(message_numbers)
+
         async def call(data: dict[str, Any]) -> dict[str, Any]:
+            here = {"name": self.name, "sender": sender, "message": message}
             return await self._links.connections.call(
-                address, "gpurt_broadcast_slice", name=self.name, **data
+                address, "gpurt_broadcast_slice", **here, **data
             )
 
         await entered(
@@ -182,6 +186,7 @@ class BroadcastRun:
             address,
             "broadcast",
             COLLECTIVE,
+            message=message,
         )
         if self._hosts[peer] == self._hosts[self._rank]:
             self._n_read[number] += 1
@@ -218,8 +223,8 @@ class BroadcastRun:
 
     # ------------------------------------------------------------------ receiving
 
-    async def take(self, header: Any, payload: Any) -> None:
-        """Take in a slice from a peer.
+    async def take(self, header: Any, payload: Any) -> int:
+        """Take in a slice from a peer; return its bytes.
 
         Raises
         ------
@@ -237,7 +242,7 @@ class BroadcastRun:
         if number >= len(self._here) or nbytes != self._nbytes(number):
             raise ProtocolError(f"slice {number} of {nbytes} bytes, of {len(self._here)} slices")
         if self._here[number].is_set():
-            return  # a peer sends it in the place of one that failed
+            return 0  # a peer sends it in the place of one that failed
         parts = self._parts(number)
 
         def empty(_: int, nbytes: int) -> Buffer:
@@ -250,6 +255,7 @@ class BroadcastRun:
         if is_inline(payload) or len(parts) != 1 or checksum:
             await asyncio.to_thread(_put, found, parts, checksum)
         self._here[number].set()
+        return int(nbytes)
 
 
 def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:

@@ -23,6 +23,8 @@ from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValu
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
+from dask_gpurt.tracing.events import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -150,6 +152,7 @@ class WorkerBroadcasts:
         self,
         name: str,
         sender: Any = None,
+        message: Any = None,
         header: Any = None,
         payload: Any = None,
         offers: Any = None,
@@ -157,18 +160,19 @@ class WorkerBroadcasts:
         """Handler: take in a slice, or a peer's offer of a path."""
         if offers is not None:
             return await self._state.links.accept(offers)
-        run = self._runs.get(request_checks.name("name", name))
-        if run is None and name in self._ends:
-            return {"status": "OK"}  # two peers have sent it, one in the place of another
-        if run is None:
+        request_checks.message(sender, message)
+        run, start_s = self._runs.get(request_checks.name("name", name)), self._state.ledger.clock()
+        if run is None and name not in self._ends:
             raise OSError("the broadcast is over here")
         try:
-            await run.take(header, payload)
+            # Without a run, two peers have sent the slice, one in the place of another.
+            nbytes = await run.take(header, payload) if run is not None else 0
         except DamagedError as error:
             logger.warning("%s; the peer sends it again", str(error))
             return {"status": DAMAGED}
         except TransportError:
             return {"status": RELINK}
+        enter_receipt(self._state.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
         return {"status": "OK"}
 
     def close(self) -> None:

@@ -22,7 +22,8 @@ from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, S
 from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan, OperationRun
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
-from dask_gpurt.plugins.tracing.ledger_hook import COLLECTIVE, entered
+from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
+from dask_gpurt.tracing.events import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -218,11 +219,14 @@ class GroupMember:
         """
         address = self.workers[peer]
         is_again = False
+        # A receiver that has taken a message in may get it again under another number.
+        number = 0
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
+            here = {"name": self.name, "sender": self._worker.address, "message": number}
             try:
                 answer = await self.links.connections.call(
-                    address, "gpurt_collective", name=self.name, sender=self._worker.address, **data
+                    address, "gpurt_collective", **here, **data
                 )
             except OSError as unsent:
                 drop_message(unsent)
@@ -232,6 +236,7 @@ class GroupMember:
             return answer
 
         for _ in range(N_TRIES):
+            number = next(message_numbers)
             try:
                 await entered(
                     self.links.ledger,
@@ -242,6 +247,7 @@ class GroupMember:
                     address,
                     "group",
                     COLLECTIVE,
+                    message=number,
                 )
                 return
             except OSError as error:

@@ -17,7 +17,9 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_member import OVER, GroupMember
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, SliceHeader
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.shuffle.routing import host_of
+from dask_gpurt.tracing.events import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -109,7 +111,8 @@ class WorkerGroups:
     async def gpurt_collective(
         self,
         name: str,
-        sender: str,
+        sender: Any = None,
+        message: Any = None,
         header: Any = None,
         payload: Any = None,
         offers: Any = None,
@@ -118,12 +121,13 @@ class WorkerGroups:
         if offers is not None:
             return await self._state.links.accept(offers)
         decoded = SliceHeader.decoded(header)
-        request_checks.name("sender", sender)
+        request_checks.message(sender, message)
         member = self._members.get(request_checks.name("name", name))
         if member is None:
             return _over(f"the rank at {self._worker.address} has ended its step, or never began")
+        start_s = self._state.ledger.clock()
         try:
-            return await member.take(sender, decoded, payload)
+            answer = await member.take(sender, decoded, payload)
         except DamagedError as error:
             logger.warning("%s; the peer sends them again", str(error))
             return {"status": DAMAGED}
@@ -134,6 +138,10 @@ class WorkerGroups:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             return _over("the operation has ended")
+        if answer["status"] != OVER:
+            nbytes = decoded.nbytes if answer["status"] == "OK" else 0
+            enter_receipt(self._state.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
+        return answer
 
     async def gpurt_collective_abort(self, name: str, failure: Any) -> None:
         """Handler: end a group that has failed elsewhere."""
