@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from distributed.core import error_message
+
+from dask_gpurt.plugins.patches.values.by_task import ByTask
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -49,9 +50,9 @@ class FailedMoves:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._stuck: WeakKeyDictionary[TaskState, _Mark] = WeakKeyDictionary()
+        self._stuck: ByTask[_Mark] = ByTask()
         #: Addresses of workers to which an input of a task could not be moved.
-        self._tried: WeakKeyDictionary[TaskState, set[str]] = WeakKeyDictionary()
+        self._tried: ByTask[set[str]] = ByTask()
         self._ours = self._failed
         self._stock = scheduler.stream_handlers["task-erred"]
         scheduler.stream_handlers["task-erred"] = self._ours
@@ -75,7 +76,7 @@ class FailedMoves:
             if all(ws.address in mark.holders for ws in one.who_has):
                 found.append((one, mark))
             else:
-                del self._stuck[one]
+                self._stuck.drop(one)
         return found
 
     def has_stuck_input(self, ts: TaskState) -> bool:
@@ -93,7 +94,7 @@ class FailedMoves:
             return set()
         found = set.intersection(*holders)
         if not found:
-            tried = self._tried.get(ts, ())
+            tried = self._tried.get(ts) or ()
             found = {ws for ws in set.union(*holders) if ws.address not in tried}
         valid = None if ts.loose_restrictions else self._scheduler.valid_workers(ts)
         return found if valid is None else found & valid
@@ -105,11 +106,11 @@ class FailedMoves:
             self._stock(key=key, worker=worker, stimulus_id=stimulus_id, **kwargs)
             return
         holders = {one.address for one in ts.who_has or ()}
-        mark = self._stuck.setdefault(ts, _Mark(set(), set()))
+        mark = self._stuck.get(ts) or self._stuck.set(ts, _Mark(set(), set()))
         mark.holders.update(holders)
         mark.failed.add(worker)
         for waiting in [one for one in ts.dependents if one.processing_on is ws]:
-            self._tried.setdefault(waiting, set()).add(worker)
+            (self._tried.get(waiting) or self._tried.set(waiting, set())).add(worker)
             if self.workers(waiting):
                 self._scheduler._reschedule(waiting.key, worker, stimulus_id=stimulus_id)
             else:

@@ -25,7 +25,6 @@ import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakSet, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +36,7 @@ from distributed.protocol.compression import decompress
 from distributed.protocol.serialize import Serialized, merge_and_deserialize
 
 from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.patches.values.by_task import ByTask
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -172,7 +172,7 @@ class KeptReplicas:
     """Replicas that stay as long as a client has a future of the value, until `uninstall`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._kept: WeakSet[TaskState] = WeakSet()
+        self._kept: ByTask[bool] = ByTask()
         self._manager: Any = scheduler.extensions.get("amm")
         policies = self._manager.policies if self._manager is not None else ()
         self._stock = [one for one in policies if type(one) is ReduceReplicas]
@@ -181,10 +181,11 @@ class KeptReplicas:
 
     def keep(self, tasks: Iterable[TaskState]) -> None:
         """Keep the replicas of these tasks."""
-        self._kept.update(tasks)
+        for ts in tasks:
+            self._kept.set(ts, True)
 
     def _is_kept(self, ts: TaskState) -> bool:
-        return ts in self._kept and bool(ts.who_wants)
+        return bool(self._kept.get(ts) and ts.who_wants)
 
     def uninstall(self) -> None:
         """Restore the stock policy."""
@@ -201,22 +202,11 @@ class TaskVersions:
     """Numbers of tasks, from 1: a task has another one than an earlier task with its key."""
 
     def __init__(self) -> None:
-        #: By key: tasks with the same key are equal.
-        self._numbers: dict[Any, tuple[ref[TaskState], int]] = {}
+        self._numbers: ByTask[int] = ByTask()
         self._next = count(1)
 
     def of(self, ts: TaskState) -> int:
-        key = ts.key
-        task, number = self._numbers.get(key, (None, 0))
-        if task is not None and task() is ts:
-            return number
-
-        def forget(dead: ref[TaskState]) -> None:
-            if self._numbers.get(key, (None, 0))[0] is dead:
-                del self._numbers[key]
-
-        self._numbers[key] = ref(ts, forget), (number := next(self._next))
-        return number
+        return self._numbers.get(ts) or self._numbers.set(ts, next(self._next))
 
 
 def _ignored(**_: Any) -> None:

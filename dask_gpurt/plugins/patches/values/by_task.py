@@ -1,0 +1,49 @@
+"""What is known about tasks of a scheduler, while they exist.
+
+Tasks with the same key are equal. A weak dictionary of them gives a new task what was known about
+an earlier one with its key, which somebody may hold still. This one tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import ref
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
+V = TypeVar("V")
+
+
+class ByTask(Generic[V]):
+    """Values by task. A value ends with its task, or when another task with its key gets one."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[ref[TaskState], V]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def get(self, ts: TaskState) -> V | None:
+        """Return the value of a task; None if it has none."""
+        task, value = self._found.get(ts.key, (None, None))
+        return value if task is not None and task() is ts else None
+
+    def set(self, ts: TaskState, value: V) -> V:
+        """Give a task a value, and return it."""
+        key, found = ts.key, self._found
+
+        def forget(dead: ref[TaskState]) -> None:
+            if key in found and found[key][0] is dead:
+                del found[key]
+
+        found[key] = ref(ts, forget), value
+        return value
+
+    def drop(self, ts: TaskState) -> None:
+        """Forget a task, if it has a value."""
+        if self.get(ts) is not None:
+            del self._found[ts.key]
+
+    def clear(self) -> None:
+        self._found.clear()
