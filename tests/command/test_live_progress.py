@@ -54,7 +54,7 @@ async def count_polls():
     return len(polls())
 
 
-@gen_cluster(client=True, nthreads=[("", 2)] * 2, timeout=120)
+@gen_cluster(client=True, nthreads=[("", 2)] * 2)
 async def test_the_line_and_the_sum_are_those_of_the_block(c, s, a, b):
     await dask_gpurt.enable(c)
     async with held(c, s, shuffled(4), all_say):
@@ -63,7 +63,7 @@ async def test_the_line_and_the_sum_are_those_of_the_block(c, s, a, b):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", terminal := Terminal())
         async with dask_gpurt.progress(c), held(c, s, shuffled(5), all_say):
-            await async_poll_for(lambda: "tasks, " in terminal.getvalue(), timeout=30)
+            await async_poll_for(lambda: "tasks, " in terminal.getvalue(), timeout=60)
     later = (await dask_gpurt.status(c))["totals"]
     moved = later["sent_nbytes"] - earlier["sent_nbytes"]
     assert 0 < moved < later["sent_nbytes"]
@@ -75,7 +75,7 @@ async def test_the_line_and_the_sum_are_those_of_the_block(c, s, a, b):
     assert polls() == []
 
 
-@gen_cluster(client=True, nthreads=[("", 2)] * 2, timeout=120)
+@gen_cluster(client=True, nthreads=[("", 2)] * 2)
 async def test_a_scheduler_knows_how_far_its_exchanges_are(c, s, a, b):
     await dask_gpurt.enable(c)
     for outputs, n_outputs in ((shuffled, 4), (rechunked, 5)):
@@ -89,7 +89,7 @@ async def test_a_scheduler_knows_how_far_its_exchanges_are(c, s, a, b):
                 "outputs": n_outputs,
                 "outputs_done": 0,
             }
-        await async_poll_for(lambda: not p2p.how_far(s), timeout=30)
+        await async_poll_for(lambda: not p2p.how_far(s), timeout=60)
     await dask_gpurt.disable(c)
     assert await activation.overview(c) == {"active": False, "reason": "disabled by a client"}
 

@@ -72,8 +72,8 @@ async def held(c, s, outputs, has_moved):
     last_input.clear()
     futures = c.compute(outputs)
     try:
-        await async_poll_for(lambda: transferred(s) == N_INPUTS - 1, timeout=30)
-        await async_poll_for(lambda: has_moved(beats(s)), timeout=30)
+        await async_poll_for(lambda: transferred(s) == N_INPUTS - 1, timeout=60)
+        await async_poll_for(lambda: has_moved(beats(s)), timeout=60)
         yield
     finally:
         last_input.set()

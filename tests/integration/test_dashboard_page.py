@@ -198,7 +198,7 @@ async def test_workers_are_asked_only_while_someone_looks(c, s, a, b):
 
 
 async def until_asked(asked, n):
-    await async_poll_for(lambda: len(asked) == n, timeout=30)
+    await async_poll_for(lambda: len(asked) == n, timeout=60)
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], scheduler_kwargs=WITH_DASHBOARD)

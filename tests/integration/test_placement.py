@@ -207,7 +207,7 @@ async def test_paused_worker_gets_no_tasks(c, s, a, b):
     x = c.submit(np.ones, 1_000_000, workers=[a.address])
     await x
     a.status = Status.paused
-    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=10)
+    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=60)
     y = c.submit(np.sum, x)
     await y
     assert {ws.address for ws in s.tasks[y.key].who_has} == {b.address}
@@ -243,8 +243,8 @@ async def test_task_goes_to_a_worker_that_is_fetching_its_input(c, s, b):
         first = c.submit(id, x, key="first", workers=[b.address])
         await a.in_get_data.wait()
         second = c.submit(type, x, key="second")
-        await async_poll_for(lambda: "second" in s.tasks, timeout=10)
-        await async_poll_for(lambda: s.tasks["second"].processing_on is not None, timeout=10)
+        await async_poll_for(lambda: "second" in s.tasks, timeout=60)
+        await async_poll_for(lambda: s.tasks["second"].processing_on is not None, timeout=60)
         chosen = s.tasks["second"].processing_on.address
         a.block_get_data.set()
         await gate.set()
@@ -270,7 +270,7 @@ async def test_early_end_of_a_transfer_is_noticed(c, s, a, b, busy):
         c.submit(lambda gate: gate.wait(), gate, key=f"blocked-{i}", workers=[busy.address])
         for i in range(2)
     ]
-    await async_poll_for(lambda: len(s.workers[busy.address].processing) == 2, timeout=10)
+    await async_poll_for(lambda: len(s.workers[busy.address].processing) == 2, timeout=60)
     both = c.submit(lambda x, y: None, most, less, key="both")
     await wait(both)
     chosen = {ws.address for ws in s.tasks["both"].who_has}
@@ -293,10 +293,10 @@ async def test_device_data_stays_with_workers_that_have_a_device(c, s, host):
         await wait(x)
         s.tasks["x"].type = "cudf.core.dataframe.DataFrame"
         blocked = c.map(lambda i: gate.wait(), range(50), workers=[gpu.address], pure=False)
-        await async_poll_for(lambda: len(s.workers[gpu.address].processing) == 50, timeout=10)
+        await async_poll_for(lambda: len(s.workers[gpu.address].processing) == 50, timeout=60)
         y = c.submit(type, x, key="y")
-        await async_poll_for(lambda: "y" in s.tasks, timeout=10)
-        await async_poll_for(lambda: s.tasks["y"].processing_on is not None, timeout=10)
+        await async_poll_for(lambda: "y" in s.tasks, timeout=60)
+        await async_poll_for(lambda: s.tasks["y"].processing_on is not None, timeout=60)
         assert s.tasks["y"].processing_on.address == gpu.address
         await gate.set()
         await wait([y, *blocked])
@@ -312,9 +312,9 @@ async def test_tasks_of_unknown_duration_are_stolen_as_in_dask(c, s, a):
     stealing, held = s.extensions["stealing"], Event()
     await stealing.stop()
     tasks = c.map(lambda _, held: held.wait(), range(20), held=held, resources={"A": 1})
-    await async_poll_for(lambda: len(s.workers[a.address].processing) == 20, timeout=10)
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 20, timeout=60)
     async with Worker(s.address, nthreads=1, resources={"A": 1}) as b:
-        await async_poll_for(lambda: s.workers[b.address].status == Status.running, timeout=10)
+        await async_poll_for(lambda: s.workers[b.address].status == Status.running, timeout=60)
         stealing.balance()
         # As many are stolen as without the runtime. With 0.5 s for each, it would be one.
         assert len(stealing.in_flight) == 5
@@ -380,7 +380,7 @@ async def wait_for_a_quick_one(c, s, quick, slow) -> tuple:
     take_fifty_times_as_long(placement, slow.address, quick.address)
     outside = Event()
     waits = c.submit(lambda: outside.wait(), key="waits", workers=[quick.address])
-    await async_poll_for(lambda: s.workers[quick.address].processing, timeout=10)
+    await async_poll_for(lambda: s.workers[quick.address].processing, timeout=60)
     return placement, outside, waits, c.map(inc, range(5), key=[f"load-{i}" for i in range(5)])
 
 
@@ -398,7 +398,7 @@ async def test_wait_for_a_faster_worker_ends_when_it_stops_paying(c, s, a, b):
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
 async def test_wait_for_a_faster_worker_ends_when_it_is_removed(c, s, a, b):
     placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
-    await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
+    await async_poll_for(lambda: len(s.queued) == 5, timeout=60)
     assert not s.workers[b.address].processing
     await s.remove_worker(a.address, stimulus_id="gone")
     placement.remove_worker(a.address)
@@ -410,7 +410,7 @@ async def test_wait_for_a_faster_worker_ends_when_it_is_removed(c, s, a, b):
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, config=queue_of(load="1 hour"))
 async def test_queued_tasks_return_to_dask_when_placement_is_off(c, s, a, b):
     placement, outside, waits, loads = await wait_for_a_quick_one(c, s, a, b)
-    await async_poll_for(lambda: len(s.queued) == 5, timeout=10)
+    await async_poll_for(lambda: len(s.queued) == 5, timeout=60)
     placement.close()
     assert await c.gather(loads) == list(range(1, 6))
     await outside.set()
@@ -424,7 +424,7 @@ async def test_tasks_queued_on_a_slow_worker_are_stolen_early(c, s, a, b):
     gate = Event()
     key = {"workers": [a.address], "allow_other_workers": True}
     blocked = c.map(lambda i: gate.wait(), range(3), key=[f"w-{i}" for i in range(3)], **key)
-    await async_poll_for(lambda: len(s.workers[a.address].processing) == 3, timeout=10)
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 3, timeout=60)
     s.task_prefixes["w"].duration_average = 0.01
     stealing = s.extensions["stealing"]
     stealing.balance()

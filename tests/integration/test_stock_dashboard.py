@@ -126,14 +126,14 @@ async def test_every_page_is_drawn_when_values_are_spilled(c, s, a, b):
         values = c.compute([block(n) for n in range(24)])
         await wait(values)
         # More is stored than the workers may have in memory, so the rest is on disk.
-        await async_poll_for(lambda: on_disk(s) >= 24 * 4 * MIB - 2 * 32 * MIB, timeout=30)
+        await async_poll_for(lambda: on_disk(s) >= 24 * 4 * MIB - 2 * 32 * MIB, timeout=60)
         pages, failed = everything(s, (a, b))
         failures.append(failed)
         found = drawn(pages["/individual-workers-memory"], "spilled")
         shown = dict(zip(found["worker"], found["spilled"], strict=True))
         assert shown == {ws.address: ws.memory.spilled for ws in s.workers.values()}
         del values
-        await async_poll_for(lambda: not s.tasks, timeout=30)
+        await async_poll_for(lambda: not s.tasks, timeout=60)
     assert failures[0] == failures[1]
     assert failures[1].keys() <= FAIL_ON_STOCK
 

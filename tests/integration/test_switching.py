@@ -85,7 +85,7 @@ async def test_silent_worker_does_not_delay_enabling(c, s, a, b, monkeypatch):
     assert (plugin.runs["gpurt"], plugin.runs["stock"]) == (0, 1)
     assert (await dask_gpurt.status(c))["not_ready"].keys() == {b.address}
     comes_to.set()
-    await async_poll_for(lambda: plugin.ready == {a.address, b.address}, timeout=10)
+    await async_poll_for(lambda: plugin.ready == {a.address, b.address}, timeout=60)
     assert not plugin.not_ready
 
 
@@ -95,7 +95,7 @@ async def test_message_queued_on_a_worker_is_not_left_behind(c, s, a, b, monkeyp
     comes_to = held_up(b)
     await dask_gpurt.enable(c)
     disabled = asyncio.ensure_future(dask_gpurt.disable(c))
-    await async_poll_for(lambda: "gpurt" not in s.plugins, timeout=10)
+    await async_poll_for(lambda: "gpurt" not in s.plugins, timeout=60)
     comes_to.set()
     await disabled
     assert "gpurt" not in a.plugins and "gpurt" not in b.plugins
@@ -122,11 +122,11 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     """Enabling takes less time than the wait for a silent worker."""
     comes_to = held_up(b)
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
-    await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=5)
+    await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=60)
     plugin = s.handlers["gpurt_status"].__self__
-    await async_poll_for(lambda: plugin.ready == {a.address}, timeout=5)
+    await async_poll_for(lambda: plugin.ready == {a.address}, timeout=60)
     waits = asyncio.ensure_future(plugin._wait_for_reports())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
+    await async_poll_for(lambda: plugin._reported._waiters, timeout=60)
     await b.close()
     await waits
     assert not plugin.not_ready
@@ -144,7 +144,7 @@ async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     plugin.ready.discard(b.address)
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=5)
+    await async_poll_for(lambda: plugin._reported._waiters, timeout=60)
     await dask_gpurt.disable(c)
     assert await total == sum(range(40))
     assert not plugin.runs and not plugin.fallbacks and not plugin.not_ready
@@ -253,10 +253,10 @@ async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
     await dask_gpurt.enable(c)
     async with Client(s.address, asynchronous=True, set_as_default=False) as d:
         off = asyncio.ensure_future(dask_gpurt.disable(c))
-        await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=10)
+        await async_poll_for(lambda: "gpurt" not in s.worker_plugins, timeout=60)
         on = asyncio.ensure_future(dask_gpurt.enable(d))
         # The second client now waits for the lock.
-        await async_poll_for(lambda: activation_lock(s)._waiters, timeout=10)
+        await async_poll_for(lambda: activation_lock(s)._waiters, timeout=60)
         lets_go.set()
         await asyncio.gather(off, on)
         assert (await dask_gpurt.status(d))["active"]
@@ -278,7 +278,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         await dask_gpurt.enable(c)
     assert logged.getvalue().count("the 1 that run keep theirs") == 1
     async with Worker(s.address, nthreads=1, memory_limit="1 GiB") as b:
-        await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=10)
+        await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=60)
         reports = (await dask_gpurt.status(c))["workers"]
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
     assert said[b.address].startswith(str(tmp_path))
@@ -310,7 +310,7 @@ async def test_closed_worker_is_not_kept_alive(s):
         "gpurt_collective_abort": {"name": "one", "failure": GroupFailure("failed").plain()},
     }
     async with Worker(s.address) as worker:
-        await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=10)
+        await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=60)
         arguments["gpurt_probe"]["source"] = worker.address
         arguments["gpurt_broadcast_join"]["workers"] = ["tcp://127.0.0.9:1", worker.address]
         assert arguments.keys() == handlers(worker)
@@ -324,5 +324,5 @@ async def test_closed_worker_is_not_kept_alive(s):
         gc.collect()
         return kept() is None
 
-    await async_poll_for(is_gone, timeout=10)
+    await async_poll_for(is_gone, timeout=60)
     assert kept() is None

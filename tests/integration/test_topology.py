@@ -56,7 +56,7 @@ async def test_client_that_connects_during_a_start_does_not_restart_it(c, s, a):
         await began.wait()
         second = asyncio.create_task(activation.activate(c, settings))
         opened = s.handlers["gpurt_status"].__self__._opened
-        await async_poll_for(lambda: opened._waiters, timeout=10)
+        await async_poll_for(lambda: opened._waiters, timeout=60)
         go_on.set()
         await asyncio.gather(first, second)
     assert n_read == ["box.yaml"]
@@ -67,7 +67,7 @@ async def test_client_that_connects_during_a_start_does_not_restart_it(c, s, a):
 async def test_links_to_new_workers_are_measured_for_placement(c, s, a, b):
     plugin = scheduler_plugin(s)
     probe = lambda: plugin.machines.summary()["probe"]  # noqa: E731
-    await async_poll_for(lambda: probe()["state"] == "done", timeout=10)
+    await async_poll_for(lambda: probe()["state"] == "done", timeout=60)
     assert probe()["pairs"] == 1
     assert not probe()["problems"]
     # The bandwidth is a measured one, not the default for unknown machines.
@@ -184,7 +184,7 @@ def test_command_writes_a_usable_description(cluster, tmp_path, capsys):
 
 def test_reported_machines_switch_placement_on(cluster):
     dask_gpurt.enable(cluster)
-    poll_for(lambda: not dask_gpurt.status(cluster)["topology"]["undescribed"], timeout=20)
+    poll_for(lambda: not dask_gpurt.status(cluster)["topology"]["undescribed"], timeout=60)
     found = dask_gpurt.status(cluster)
     assert found["topology"]["file"] == "auto"
     assert found["placement"]["policy"] == "data-aware"
@@ -223,7 +223,7 @@ def test_workers_complete_a_file_that_lacks_their_host(tmp_path, capsys):
                 said = dask_gpurt.status(client)["topology"]
                 return said["reported_hosts"] == 1 and not said["is_speed_missing"]
 
-            poll_for(is_known, timeout=30)
+            poll_for(is_known, timeout=60)
             found = dask_gpurt.status(client)
             assert found["topology"]["file"] == str(path)
             assert not found["topology"]["undescribed"]
@@ -405,7 +405,7 @@ async def test_workers_outside_of_the_description_are_named(c, s, *workers):
     await told([])
     machines._ready = ready
     machines.workers_changed()
-    await async_poll_for(lambda: not machines.summary()["undescribed"], timeout=10)
+    await async_poll_for(lambda: not machines.summary()["undescribed"], timeout=60)
     (one,) = doctor._topology(await dask_gpurt.status(c))
     assert one.level == "ok"
     assert one.text == "machines are described in box.yaml; workers report those that it lacks: 1"
@@ -436,7 +436,7 @@ async def test_a_measurement_ends_before_handlers_are_dropped(c, s, a, b):
     await asked.wait()
     with captured_logger("distributed.core") as logged:
         disabling = asyncio.ensure_future(dask_gpurt.disable(c))
-        await async_poll_for(lambda: machines._is_ending, timeout=10)
+        await async_poll_for(lambda: machines._is_ending, timeout=60)
         may_answer.set()
         await disabling
         await asyncio.wait({describing})

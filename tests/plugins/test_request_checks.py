@@ -217,7 +217,7 @@ async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
         barriers[:] = [key for key in s.tasks if str(key).startswith("shuffle-barrier-")]
         return barriers
 
-    await async_poll_for(is_there, timeout=10)
+    await async_poll_for(is_there, timeout=60)
     shuffle_id = barriers[0].removeprefix("shuffle-barrier-")
     assert await c.scheduler.gpurt_sketch(shuffle_id=shuffle_id) == "_partitions"
     for rows in ([1] * 4, [-1], [0.5], ["a"], "abc", {}, [2**60]):

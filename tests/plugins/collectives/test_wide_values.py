@@ -166,11 +166,11 @@ async def test_a_value_may_be_released_before_its_broadcast_ends(c, s, *workers)
     await used_by(c, s, value, workers)
     value.release()
     await async_poll_for(
-        lambda: not any(value.key in worker.state.tasks for worker in workers), timeout=30
+        lambda: not any(value.key in worker.state.tasks for worker in workers), timeout=60
     )
     may_answer.set()
     await async_poll_for(
-        lambda: not any(worker.state.in_flight_workers for worker in workers), timeout=30
+        lambda: not any(worker.state.in_flight_workers for worker in workers), timeout=60
     )
     assert {worker.status for worker in workers} == {Status.running}
     assert report(s)["copies"] == len(workers) - 1

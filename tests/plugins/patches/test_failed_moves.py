@@ -118,16 +118,14 @@ def fail_moves(s, value, worker):
 
 
 # Without a memory limit, no monitor ends the pause.
-@gen_cluster(
-    client=True, nthreads=[("127.0.0.1", 1)] * 3, worker_kwargs={"memory_limit": 0}, timeout=15
-)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)] * 3, worker_kwargs={"memory_limit": 0})
 async def test_a_paused_holder_does_not_block_the_queue(c, s, a, b, other):
     placement = Placement(s, "data-aware")
     value = await c.scatter(1, workers=[a.address], direct=False)
     (ts,) = s.tasks.values()
     fail_moves(s, ts, b)
     a.status = Status.paused
-    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=5)
+    await async_poll_for(lambda: s.workers[a.address] not in s.running, timeout=60)
     used = c.map(value_of, [value] * 30, range(30), key="used")
     unrelated = c.map(int, range(30), key="unrelated")
     assert await c.gather(unrelated) == list(range(30))

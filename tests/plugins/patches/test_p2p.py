@@ -298,7 +298,7 @@ class StepsOfShuffles(SchedulerPlugin):
                 self.seen.append(step)
 
 
-@gen_cluster(client=True, nthreads=[("", 2)] * 2, timeout=120)
+@gen_cluster(client=True, nthreads=[("", 2)] * 2)
 async def test_tasks_around_a_barrier_tell_how_far_it_is(c, s, a, b):
     steps = StepsOfShuffles(s)
     s.add_plugin(steps)

@@ -116,7 +116,7 @@ async def test_dask_chooses_the_least_busy_worker(c, s, *workers):
     Spy(s, "data-aware")
     gate = Event()
     futures = c.map(lambda i: gate.wait(), range(60))
-    await async_poll_for(lambda: s.queued, timeout=10)
+    await async_poll_for(lambda: s.queued, timeout=60)
     assert len(asked) >= 12
     assert all(found == stock for found, stock in asked)
     assert {found for found, _ in asked} > {0}
@@ -261,7 +261,7 @@ async def test_stealing_asks_placement(c, s, a, b):
     keys = [f"waits-{i}" for i in range(10)]
     only_a = {"workers": [a.address], "allow_other_workers": True}
     futures = c.map(lambda i: gate.wait(), range(10), key=keys, **only_a)
-    await async_poll_for(lambda: len(s.workers[a.address].processing) == 10, timeout=10)
+    await async_poll_for(lambda: len(s.workers[a.address].processing) == 10, timeout=60)
     stealing = s.extensions["stealing"]
     stealing.balance()
     assert asked
@@ -312,7 +312,7 @@ async def test_queued_task_is_decided_once(c, s, a, b):
     s.validate = False  # Dask queues tasks only if all workers are busy
     Choosy(s, "data-aware")
     futures = c.map(inc, range(40))
-    await async_poll_for(lambda: len(s.queued) == 40, timeout=10)
+    await async_poll_for(lambda: len(s.queued) == 40, timeout=60)
     asked.clear()
     s.stimulus_queue_slots_maybe_opened(stimulus_id="test")
     assert asked == [s.queued.peek().key]

@@ -41,8 +41,8 @@ async def places(c, s, n, gate):
     await known
     blocks = [c.submit(held, i, gate, key=("block-1", i)) for i in range(n)]
     keys = [one.key for one in blocks]
-    await async_poll_for(lambda: all(key in s.tasks for key in keys), timeout=10)
-    await async_poll_for(lambda: all(s.tasks[key].processing_on for key in keys), timeout=10)
+    await async_poll_for(lambda: all(key in s.tasks for key in keys), timeout=60)
+    await async_poll_for(lambda: all(s.tasks[key].processing_on for key in keys), timeout=60)
     at = Counter(s.tasks[key].processing_on.address for key in keys)
     await gate.set()
     await c.gather(blocks)
@@ -85,8 +85,8 @@ def test_tasks_near_gpu_data_are_placed_as_before(kind):
             graph = {key: (held, i, gate) for i, key in enumerate(keys)}
             graph |= {("later-1", i): (made, key) for i, key in enumerate(keys)}
             both = c.get(graph, [("later-1", i) for i in range(4)], sync=False)
-            await async_poll_for(lambda: all(key in s.tasks for key in keys), timeout=10)
-            await async_poll_for(lambda: all(s.tasks[k].processing_on for k in keys), timeout=10)
+            await async_poll_for(lambda: all(key in s.tasks for key in keys), timeout=60)
+            await async_poll_for(lambda: all(s.tasks[k].processing_on for k in keys), timeout=60)
             at = {s.tasks[key].processing_on.address for key in keys}
             await gate.set()
             await c.gather(both)

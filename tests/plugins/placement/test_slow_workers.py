@@ -195,7 +195,7 @@ async def test_long_task_beside_a_free_thread_makes_no_worker_slow(c, s, a, b):
     for n_threads in (1, 2):
         key = ("wait_if", 100 + n_threads)
         held.append(c.submit(wait_if, True, key=key, workers=[a.address]))
-        await async_poll_for(lambda n=n_threads: len(only.processing) == n, timeout=10)
+        await async_poll_for(lambda n=n_threads: len(only.processing) == n, timeout=60)
         now_s[0] += 1000.0
         assert (placement.slowness(only) > 1.0) == (n_threads == 2)
         assert placement.slowness(other) == 1.0

@@ -223,12 +223,12 @@ async def test_tasks_of_a_cancelled_tree_are_let_go(c, s, a, b):
     event = Event()
     blocks = da.from_array(np.ones(64), chunks=1).map_blocks(late, event, dtype=float)
     result = c.compute(blocks.sum(split_every=4))
-    await async_poll_for(lambda: s.queued, timeout=10)
+    await async_poll_for(lambda: s.queued, timeout=60)
     queued = weakref.WeakSet(s.queued)
     (runs,) = placement._roots._trees._trees.values()
     assert not runs.is_empty
     await result.cancel()
     await event.set()
-    await async_poll_for(lambda: not s.tasks, timeout=10)
+    await async_poll_for(lambda: not s.tasks, timeout=60)
     gc.collect()
     assert not queued
