@@ -1,4 +1,4 @@
-"""System calls missing from some Python builds, with fallbacks.
+"""System calls missing from some Python builds, with fallbacks, and writes that write all.
 
 A Python built against an old C library (conda-forge, uv, manylinux) lacks functions of `os` that
 the running system supports. Each function here tries, in this order: the function of `os`, the C
@@ -128,6 +128,28 @@ def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> 
         if len(data) < len(buffer):
             break
     return count
+
+
+def write_all(fd: int, data: Any, position: int, system: Any = os) -> None:
+    """Write a buffer to a position of a file: one call may write less than all of it.
+
+    Parameters
+    ----------
+    system
+        The module `os`, or a substitute.
+
+    Raises
+    ------
+    OSError
+        The system does not write it, for example because the disk is full.
+    """
+    view = memoryview(data)
+    while len(view):
+        written = system.pwrite(fd, view, position)
+        if not written:
+            raise OSError(errno.EIO, "the system wrote no bytes and gave no reason")
+        position += written
+        view = view[written:]
 
 
 def resident_nbytes() -> dict[str, int]:

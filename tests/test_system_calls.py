@@ -130,3 +130,28 @@ def test_the_allocator_knows_what_is_used_and_what_is_free() -> None:
     # The heap cannot shrink below the last block.
     assert left - free > 25 << 20
     assert last
+
+
+def test_a_buffer_is_written_in_as_many_calls_as_needed(tmp_path):
+    class Short:
+        @staticmethod
+        def pwrite(fd, data, position):
+            return os.pwrite(fd, data[:3], position)
+
+    path = tmp_path / "file"
+    with path.open("w+b") as file:
+        system_calls.write_all(file.fileno(), b"0123456789", 2, Short)
+    assert path.read_bytes() == b"\0\0" + b"0123456789"
+
+
+def test_a_file_that_may_not_grow_is_an_error(tmp_path):
+    """The first call writes some bytes: no error. The next one fails."""
+    program = (
+        "import os, resource, sys; from dask_gpurt.system_calls import write_all\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))\n"
+        "write_all(os.open(sys.argv[1], os.O_CREAT | os.O_RDWR), b'0123456789', 0)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "file")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert "OSError: [Errno 27] File too large" in ended.stderr
+    assert (tmp_path / "file").read_bytes() == b"0123"

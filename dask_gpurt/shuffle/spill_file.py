@@ -9,7 +9,6 @@ cleanup of the directory can delete it under a live process.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.errors import ShardStorageError
-from dask_gpurt.system_calls import preadv
+from dask_gpurt.system_calls import preadv, write_all
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
@@ -69,13 +68,8 @@ class SpillFile:
         for start in range(0, buffer.nbytes, _PIECE_NBYTES):
             piece = buffer[start : start + _PIECE_NBYTES]
             total = checksum(piece, total)
-            view: Any = piece.data
-            while len(view):
-                written = os.pwrite(self._fd, view, position)
-                if not written:
-                    raise OSError(errno.EIO, "the system wrote no bytes and reported no error")
-                position += written
-                view = view[written:]
+            write_all(self._fd, piece, position)
+            position += piece.nbytes
         self.nbytes = position
         return Extent(first, total)
 

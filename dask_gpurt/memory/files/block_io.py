@@ -19,7 +19,7 @@ import numpy as np
 
 from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.files.value_file import BLOCK_NBYTES, Bytes, padded
-from dask_gpurt.system_calls import preadv
+from dask_gpurt.system_calls import preadv, write_all
 
 #: A compromise: disks are fast with large writes, and the processor's cache holds small buffers.
 BOUNCE_NBYTES = 4 << 20
@@ -64,16 +64,6 @@ class BouncePool:
         self._free.append(bounce)
 
 
-def write_all(system: Any, fd: int, data: Bytes, position: int) -> None:
-    view = data.data
-    while len(view):
-        written = system.pwrite(fd, view, position)
-        if not written:
-            raise OSError(errno.EIO, "the system wrote no bytes and gave no reason")
-        position += written
-        view = view[written:]
-
-
 def write_through(system: Any, fd: int, data: Bytes, position: int, bounce: Bytes | None) -> int:
     """Write one block and return its checksum.
 
@@ -83,10 +73,10 @@ def write_through(system: Any, fd: int, data: Bytes, position: int, bounce: Byte
         Aligned memory if the file is open for direct I/O; None otherwise.
     """
     if bounce is None:
-        write_all(system, fd, data, position)
+        write_all(fd, data, position, system)
         return checksum(data)
     in_place_nbytes = data.nbytes // STEP_NBYTES * STEP_NBYTES if is_aligned(data) else 0
-    write_all(system, fd, data[:in_place_nbytes], position)
+    write_all(fd, data[:in_place_nbytes], position, system)
     total = checksum(data[:in_place_nbytes])
     for start in range(in_place_nbytes, data.nbytes, bounce.nbytes):
         piece = data[start : start + bounce.nbytes]
@@ -96,7 +86,7 @@ def write_through(system: Any, fd: int, data: Bytes, position: int, bounce: Byte
             total = checksum(part, total)
         end = padded(piece.nbytes)
         bounce[piece.nbytes : end] = 0
-        write_all(system, fd, bounce[:end], position + start)
+        write_all(fd, bounce[:end], position + start, system)
     return total
 
 
@@ -139,7 +129,7 @@ def supports_direct(system: Any, path: str) -> bool:
     fd = -1
     try:
         fd = system.open(path, flags | direct, 0o600)
-        write_all(system, fd, block, 0)
+        write_all(fd, block, 0, system)
         read_into(system, fd, [block])
     except OSError as error:
         if error.errno in _REFUSALS:

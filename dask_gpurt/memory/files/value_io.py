@@ -23,7 +23,6 @@ from dask_gpurt.memory.files.block_io import (
     empty_blocks,
     is_aligned,
     read_into,
-    write_all,
     write_through,
 )
 from dask_gpurt.memory.files.value_file import (
@@ -38,6 +37,7 @@ from dask_gpurt.memory.files.value_file import (
     read_lead,
     write_lead,
 )
+from dask_gpurt.system_calls import write_all
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -188,7 +188,7 @@ class ValueFiles:
         ]
         lead = empty_blocks(layout.lead_nbytes)
         write_lead(lead, layout, identity, value.value.header, buffers, entries)
-        write_all(self._system, fd, lead, 0)
+        write_all(fd, lead, 0, self._system)
 
     def read(self, place: DiskPlace) -> Flat:
         """Read a value, each large buffer into memory of its own.

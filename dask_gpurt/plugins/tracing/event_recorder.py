@@ -17,6 +17,7 @@ from typing import Any
 from dask.utils import format_bytes, key_split
 
 from dask_gpurt.devices.ledger import LedgerEntry
+from dask_gpurt.system_calls import write_all
 from dask_gpurt.tracing.records import RecordEncoder, key_hash
 
 logger = logging.getLogger("dask_gpurt")
@@ -154,9 +155,7 @@ class EventRecorder:
             return self._end(f"limit of {format_bytes(self._limit_nbytes)}")
         assert self._file is not None
         try:
-            written = 0
-            while written < len(block):
-                written += os.pwrite(self._file, block[written:], self.nbytes + written)
+            write_all(self._file, block, self.nbytes)
         except OSError as error:
             return self._end(f"cannot write {self.path}: {error.strerror}")
         self.nbytes += len(block)

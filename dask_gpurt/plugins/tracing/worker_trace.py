@@ -10,6 +10,7 @@ from uuid import uuid4
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
+from dask_gpurt.system_calls import write_all
 from dask_gpurt.tracing.clocks import ClockExchange
 
 #: Begins the reason why a worker's events are missing, or are not all there.
@@ -91,7 +92,7 @@ class WorkerTrace:
     def _write(self, part: bytes, offset: int) -> None:
         if self._file is None:
             self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._file, part, offset)
+        write_all(self._file, part, offset)
 
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Return a part of the file that the worker has handed over."""
