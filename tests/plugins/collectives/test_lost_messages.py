@@ -181,6 +181,28 @@ def test_a_gang_ends_if_no_rank_is_heard_leaving(fails, monkeypatch):
     test()
 
 
+def waits(comm, _):
+    Event("go").wait()
+
+
+@on_cluster(TWO)
+async def test_a_cancelled_rank_that_is_not_heard_leaving_ends(c, s, *workers):
+    """The scheduler hears nothing of the end of a task that was cancelled."""
+
+    async def lost(*_, **__):
+        raise OSError("not in this test")
+
+    s.handlers["gpurt_gang_leave"] = lost
+    async with Communicator(c) as comm:
+        futures = await comm.run(waits)
+        while not all(worker.state.executing_count for worker in workers):
+            await asyncio.sleep(0)
+        await c.cancel(futures)
+        await Event("go", client=c).set()
+    del futures
+    await assert_nothing_stays(c, s, *workers)
+
+
 def raises_between_barriers(comm, _):
     one_barrier(comm, _, True)
     comm.barrier()

@@ -27,7 +27,7 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
-from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE
+from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE, LEFT
 from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
 from dask_gpurt.shuffle.routing import host_of
 
@@ -137,6 +137,7 @@ class Gangs(SchedulerPlugin):
             "gpurt_gang_wait": self.wait,
         }
         scheduler.handlers.update(self._handlers)
+        scheduler.stream_handlers[LEFT] = self._left
 
     def uninstall(self) -> None:
         """End all gangs, and remove the handlers."""
@@ -147,6 +148,8 @@ class Gangs(SchedulerPlugin):
         for name, handler in self._handlers.items():
             if self._scheduler.handlers.get(name) == handler:
                 del self._scheduler.handlers[name]
+        # A message may be under way. Without a handler, it would close the worker's connection.
+        self._scheduler.stream_handlers[LEFT] = _ignored
 
     def report(self) -> dict[str, Any]:
         """Return the operations of all groups that have ended."""
@@ -322,6 +325,14 @@ class Gangs(SchedulerPlugin):
             self._end_if_over(gang)
         return {}
 
+    def _left(self, name: Any, rank: Any, worker: str) -> None:
+        """Handle the message that the step of a rank has ended, whose worker got no answer."""
+        # An error would close the worker's connection.
+        gang = self._gangs.get(name) if isinstance(name, str) else None
+        if gang is not None and worker in gang.workers and rank == gang.workers.index(worker):
+            gang.left.add(rank)
+            self._end_if_over(gang)
+
     async def wait(self, names: Any, cancel: bool) -> dict[str, Any]:
         """Handler: answer when these gangs have ended; with `cancel`, end them."""
         gangs = [gang for name in request_checks.keys(names) if (gang := self._gangs.get(name))]
@@ -462,6 +473,10 @@ class Gangs(SchedulerPlugin):
         """End the gangs of a client that leaves. distributed calls this."""
         for gang in [one for one in self._gangs.values() if one.client == client]:
             self._fail(gang, GroupFailure("failed", f"client {client} has left"))
+
+
+def _ignored(**_: Any) -> None:
+    pass
 
 
 def _refused(why: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
+#: Message to the scheduler: the step of a rank has ended, and no answer came.
+LEFT = "gpurt-gang-left"
 #: Slowest link that is believed, in bytes a second.
 LEAST_RATE = 1e6
 
@@ -102,8 +104,10 @@ class WorkerGroups:
                 counts=dict(counts),
             )
         except Exception as error:
-            # It notices the end of the task, too.
-            logger.warning("the scheduler was not told of the end of a rank: %s", error)
+            logger.warning("the scheduler did not answer at the end of a rank: %s", error)
+            # A message on the stream gets there, or the scheduler loses this worker.
+            left = {"op": LEFT, "name": member.name, "rank": member.rank}
+            self._worker.batched_send(left)
         finally:
             # Not before: until the scheduler knows the error, peers get it from here.
             self._members.pop(member.name, None)
