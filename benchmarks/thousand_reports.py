@@ -161,7 +161,7 @@ async def status_from(plugin: Any, frames: list[Any], heartbeats: list[Any]) -> 
     began = time.perf_counter()
     received = dict(zip(workers, map(loads, frames), strict=True))
     known: Any = SimpleNamespace(workers=workers)
-    reports = counted_reports(known, plugin.tally, received)
+    reports = counted_reports(known, plugin.tally, None, received)
     status = await plugin.status(reports=False)
     answer = dumps({**status, "workers": reports, "ready": [*reports]})
     answered = time.perf_counter()

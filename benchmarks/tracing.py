@@ -4,11 +4,18 @@ The start and the end of a trace are not part of the time: no task waits for the
 apart. Bytes of an event are those of the file, and those that workers recorded.
 
 With `--minutes`, one trace of so many minutes instead, of one shuffle after the other: its bytes.
+With `--off`, no trace: shuffles in turns with and without the code that asks whether one is on.
+Single shuffles differ by several percent, so this needs a hundred repeats:
+
+    python -m benchmarks.tracing --off --workers 2 --repeats 100
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import statistics
 import tempfile
 import time
 from typing import Any
@@ -82,6 +89,81 @@ def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
     return {**found, "without_s": medians["stock", "shuffle_s"]}
 
 
+def ask_nobody(is_so: bool, dask_worker: Any) -> None:
+    """Take away a worker's code that asks whether a trace is on, or put it back."""
+    asking = vars(dask_worker).setdefault("asking", {})
+    from dask_gpurt.devices.ledger import Ledger, LedgerEntry, Sum
+    from dask_gpurt.plugins.memory import manager
+    from dask_gpurt.plugins.shuffle import exchange_run
+    from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries
+
+    def add(self: Ledger, entry: LedgerEntry) -> None:
+        key = entry.lane, entry.path
+        with self._lock:
+            self._entries.append(entry)
+            n, nbytes, seconds = self._sums.get(key, (0, 0, 0.0))
+            busy_s = entry.end_s - entry.start_s
+            self._sums[key] = Sum(n + 1, nbytes + entry.nbytes, seconds + busy_s)
+
+    @contextlib.contextmanager
+    def timed(self: Ledger, lane: str, path: str, nbytes: int = 0) -> Any:
+        start_s = self.clock()
+        try:
+            yield
+        finally:
+            self.add(LedgerEntry(lane, path, nbytes, start_s, self.clock()))
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        return contextlib.nullcontext()
+
+    for owner, name, plain in (
+        (Ledger, "add", add),
+        (Ledger, "timed", timed),
+        (DiskEntries, "timed", nothing),
+        (exchange_run, "enter_phase", nothing),
+        (manager, "enter_phase", nothing),
+    ):
+        stock = asking.setdefault((owner, name), getattr(owner, name))
+        setattr(owner, name, plain if is_so else stock)
+
+
+def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
+    """Return the seconds of shuffles without a trace, and of those that ask nobody for one.
+
+    `low` and `high` are the bounds of 95 % of ratios of resampled medians.
+    """
+    rows = int(ROWS * scale)
+    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+    with client.as_current(), dask.config.set(scheduler=client.get):
+        inputs = client.persist(lazy)
+        wait(inputs)
+
+    def once(side: str, client: Client) -> dict[str, float]:
+        client.run(ask_nobody, side == "stock")
+        settle(client)
+        with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            return {"shuffle_s": persisting_s(client, inputs.shuffle("key"))}
+
+    every, medians = in_turns(Sides(client, client), repeats, once)
+    asked, plain = ([one["shuffle_s"] for one in every[side]] for side in ("enabled", "stock"))
+    draw = random.Random(0)
+
+    def resampled() -> float:
+        pairs = [draw.randrange(len(asked)) for _ in asked]
+        return statistics.median(asked[i] for i in pairs) / statistics.median(
+            plain[i] for i in pairs
+        )
+
+    ratios = sorted(resampled() for _ in range(2_000))
+    return {
+        "without_s": medians["stock", "shuffle_s"],
+        "shuffle_s": medians["enabled", "shuffle_s"],
+        "ratio": medians["enabled", "shuffle_s"] / medians["stock", "shuffle_s"],
+        "low": ratios[50],
+        "high": ratios[-51],
+    }
+
+
 def long_trace(client: Client, scale: float, minutes: float) -> dict[str, float]:
     """Trace shuffles for some minutes. Return their number, and the bytes of the trace."""
     rows = int(ROWS * scale)
@@ -105,18 +187,21 @@ def long_trace(client: Client, scale: float, minutes: float) -> dict[str, float]
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--off", action="store_true", help="compare with no code of traces")
     parser.add_argument("--minutes", type=float, help="trace shuffles for so long")
     options = parser.parse_args()
     with stock_client(options.workers) as client:
         dask_gpurt.enable(client)
-        if options.minutes:
+        if options.off:
+            found = off(client, options.scale, options.repeats)
+        elif options.minutes:
             found = long_trace(client, options.scale, options.minutes)
         else:
             found = measure(client, options.scale, options.repeats)
             found["ratio"] = found["shuffle_s"] / found["without_s"]
     for name, value in found.items():
         print(f"{name:28} {value:14.3f}")
-    if "ratio" in found:
+    if "begin_s" in found:
         print(f"on against off: {found['ratio']:.3f} (at most 1.03)")
     write_json(options.json, [], tracing=found)
 
