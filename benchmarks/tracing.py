@@ -5,9 +5,10 @@ apart. Bytes of an event are those of the file, and those that workers recorded.
 
 With `--minutes`, one trace of so many minutes instead, of one shuffle after the other: its bytes.
 With `--off`, no trace: shuffles in turns with and without the code that asks whether one is on.
-Single shuffles differ by several percent, so this needs a hundred repeats:
+Single shuffles differ by several percent, so this needs hundreds of repeats. `asking_s` says it
+without that noise: how often a shuffle asks, by the seconds that asking takes in a loop.
 
-    python -m benchmarks.tracing --off --workers 2 --repeats 100
+    python -m benchmarks.tracing --off --workers 2 --repeats 60
 """
 
 from __future__ import annotations
@@ -127,6 +128,35 @@ def ask_nobody(is_so: bool, dask_worker: Any) -> None:
         setattr(owner, name, plain if is_so else stock)
 
 
+def n_asked(dask_worker: Any) -> int:
+    """Return how many entries a worker's ledger got: each one asks. Parts of tasks ask, too."""
+    ledger = dask_worker.extensions["gpurt"].ledger
+    return sum(one.n for one in ledger.sums().values())
+
+
+def asking_s(n: int = 200_000) -> float:
+    """Return the seconds that the code of traces adds to one entry of a ledger."""
+    from types import SimpleNamespace
+
+    from dask_gpurt.devices.ledger import Ledger
+
+    def entries_s() -> float:
+        ledger = Ledger()
+        began_s = time.perf_counter()
+        for _ in range(n):
+            with ledger.timed("codec", "encode", 1):
+                pass
+        return time.perf_counter() - began_s
+
+    worker = SimpleNamespace()
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(5):
+        for is_plain in found:
+            ask_nobody(is_plain, worker)
+            found[is_plain].append(entries_s() / n)
+    return statistics.median(found[False]) - statistics.median(found[True])
+
+
 def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
     """Return the seconds of shuffles without a trace, and of those that ask nobody for one.
 
@@ -144,7 +174,9 @@ def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
         with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
             return {"shuffle_s": persisting_s(client, inputs.shuffle("key"))}
 
+    before = sum(client.run(n_asked).values())
     every, medians = in_turns(Sides(client, client), repeats, once)
+    n_entries = (sum(client.run(n_asked).values()) - before) / (2 * repeats + 2)
     asked, plain = ([one["shuffle_s"] for one in every[side]] for side in ("enabled", "stock"))
     draw = random.Random(0)
 
@@ -161,6 +193,8 @@ def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
         "ratio": medians["enabled", "shuffle_s"] / medians["stock", "shuffle_s"],
         "low": ratios[50],
         "high": ratios[-51],
+        "entries": n_entries,
+        "asking_s": n_entries * asking_s(),
     }
 
 
@@ -200,7 +234,7 @@ def main() -> None:
             found = measure(client, options.scale, options.repeats)
             found["ratio"] = found["shuffle_s"] / found["without_s"]
     for name, value in found.items():
-        print(f"{name:28} {value:14.3f}")
+        print(f"{name:28} {value:14.6f}")
     if "begin_s" in found:
         print(f"on against off: {found['ratio']:.3f} (at most 1.03)")
     write_json(options.json, [], tracing=found)
