@@ -36,6 +36,7 @@ COUNTS = (
     "raw_nbytes",
     "wire_nbytes",
     "messages",
+    "outputs",
 )
 #: Further counts and seconds in a snapshot. `cpu_s` is of the whole process; `room_s` are seconds
 #: that tasks and messages waited for shards to be written to disk; `remote_s` are those in which a
@@ -233,7 +234,8 @@ class RunSum:
             partitions with their rows; `hot` ones of these, which alone load a worker beyond what
             the assignment of owners tolerates; and `mean_rows` of a partition. Chunks of arrays are
             never hot. For a verdict: `lasted_s`; the number of `workers` and their `threads`;
-            `cpu_s`; `partitions_in` and `partitions_out`; `room_s` (waits for shards to be
+            `cpu_s`; `partitions_in` and `partitions_out`, and how many `outputs` of these were
+            assembled; `room_s` (waits for shards to be
             written); `longest_sender` (worker, bytes on the wire, seconds in which it was sending
             to another host, and the bytes a second that its busiest link can carry, 0 if unknown);
             and `most_unpack_s` (seconds of `unpack` for each thread of the worker with most).
@@ -257,6 +259,7 @@ class RunSum:
             "messages": total["messages"],
             "partitions_in": total["partitions_in"],
             "partitions_out": total["n_owned"],
+            "outputs": total["outputs"],
             "workers": self._n_workers,
             "threads": total["n_threads"],
             "lasted_s": self._lasted_s,

@@ -290,7 +290,12 @@ def _restarts(facts: LiveFacts) -> Bottleneck | None:
     last: dict[str, int] = {}
     for one in facts.shuffles:
         last[one["id"]] = max(last.get(one["id"], 0), one["run"])
-    lost = [one for one in facts.shuffles if one["run"] < last[one["id"]]]
+    # A program that computes the same thing again has runs with all of their outputs.
+    lost = [
+        one
+        for one in facts.shuffles
+        if one["run"] < last[one["id"]] and one["outputs"] < max(one["partitions_out"], 1)
+    ]
     if not lost:
         return None
     seconds = sum(one["lasted_s"] for one in lost)

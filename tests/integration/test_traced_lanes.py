@@ -9,7 +9,7 @@ from distributed import wait
 import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from tests.integration.memory_cluster import MIB, cluster, on_disk, until
-from tests.integration.traced import assert_received
+from tests.integration.traced import assert_received, shuffled
 
 pytestmark = [pytest.mark.cluster]
 
@@ -51,3 +51,16 @@ def test_messages_of_groups_are_in_the_trace(tmp_path):
     assert sum(one.nbytes for one in sent) >= 2 * 8 * 4 * MIB
     assert {one.peer for one in sent} == addresses
     assert_received(traced.trace, sent)
+
+
+def n_tasks(dask_scheduler):
+    return len(dask_scheduler.tasks)
+
+
+def test_a_shuffle_that_is_computed_twice_does_not_restart(tmp_path):
+    with cluster(memory_limit=256 * MIB, n_workers=2) as client:
+        with dask_gpurt.trace(client, tmp_path / "x.json") as traced:
+            for _ in range(2):
+                client.gather(client.compute(shuffled()))
+                until(lambda: not client.run_on_scheduler(n_tasks))
+    assert "shuffle restarts" not in {one.name for one in traced.trace.instants}

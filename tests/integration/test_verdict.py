@@ -82,6 +82,16 @@ def test_a_healthy_shuffle_has_nothing_that_stands_out(enabled: Client) -> None:
     assert "no shuffled bytes left their host" in text
 
 
+def test_a_shuffle_that_is_computed_twice_has_not_restarted(
+    enabled: Client, any_savings: None
+) -> None:
+    for _ in range(2):
+        shuffled(enabled)
+    runs = dask_gpurt.status(enabled)["shuffles"]
+    assert runs[0]["id"] == runs[1]["id"] and runs[0]["run"] < runs[1]["run"]
+    assert "restarts" not in rules(enabled)
+
+
 def test_hot_keys_are_skew(enabled: Client, any_savings: None) -> None:
     # One partition has nine tenths of the rows, and cannot be divided between two workers.
     shuffled(enabled, hot=0.9, n_partitions=6)

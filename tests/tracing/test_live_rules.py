@@ -31,6 +31,7 @@ def run(**changes: Any) -> dict[str, Any]:
         "messages": 800,
         "partitions_in": 64,
         "partitions_out": 64,
+        "outputs": 64,
         "workers": 4,
         "threads": 8,
         "lasted_s": 10.0,
@@ -93,7 +94,7 @@ PLANTED = {
     "slow-worker": replace(HEALTHY, slowness={"tcp://b": 1.6, "tcp://c": 4.0}),
     "processors": replace(HEALTHY, n_cores=32),
     "scheduler-bound": replace(HEALTHY, spent=spent(scheduler_s=26.0), wall_s=30.0),
-    "restarts": replace(HEALTHY, shuffles=[run(), run(run=2)], wall_s=21.0),
+    "restarts": replace(HEALTHY, shuffles=[run(outputs=9), run(run=2)], wall_s=21.0),
     "stock-shuffle": replace(
         HEALTHY,
         runs={"gpurt": 1, "stock": 2},
@@ -127,6 +128,10 @@ def test_each_cause_is_named_first(rule: str) -> None:
     # Two sentences with numbers, which a stranger can read.
     assert re.search(r"\d", one.evidence)
     assert one.advice.endswith(".")
+
+
+def test_a_shuffle_that_is_computed_twice_has_not_restarted() -> None:
+    assert bottlenecks(replace(HEALTHY, shuffles=[run(), run(run=2)], wall_s=21.0)) == []
 
 
 def test_a_small_shuffle_may_be_skewed() -> None:
@@ -188,7 +193,7 @@ def test_a_setting_that_turns_shuffles_off_is_named() -> None:
 def test_at_most_three_are_shown_with_the_most_seconds_first() -> None:
     facts = replace(
         HEALTHY,
-        shuffles=[run(skew=2.4, room_s=40.0), run(run=2)],
+        shuffles=[run(skew=2.4, room_s=40.0, outputs=0, partitions_out=0), run(run=2)],
         busy_s=PLANTED["skew"].busy_s,
         spent=spent(room_s=24.0),
         fallbacks=PLANTED["stock-shuffle"].fallbacks,

@@ -384,6 +384,7 @@ class ExchangeRun:
                 sync(self._worker.loop, self._control.start_over, error)
             result = self._assemble(partition_id, pieces)
         self._state.counters.add(partitions_out=1)
+        self.figures.add(outputs=1)
         self._state.release_with(key, self._store, slot)
         self.make_room()
         return result

@@ -67,6 +67,8 @@ class TaskEvents:
             self._assigned.pop(key, None)
             if finish == "forgotten":
                 self._numbers.pop(key, None)
+                # A program may compute the same shuffle again.
+                self._barriers.discard(key)
 
     def _barrier_waits(self, key: str) -> None:
         if key in self._barriers:
