@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.time_spent import cluster_spent, without_untold
@@ -73,16 +73,21 @@ def counted_reports(
 ) -> dict[str, Any]:
     """Record the counters and runs in workers' reports; return the reports without them.
 
-    The load of a worker gets its `slowness`, which placement has learned.
+    The load of a slow worker gets its `slowness`, which placement has learned. That of others does
+    not: 1,000 workers have a megabyte together.
     """
-    slowness = placement.learned_slowness if placement is not None else lambda address: 1.0
+
+    def load(address: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        slowness = placement.learned_slowness(address) if placement is not None else 1.0
+        return without_untold(said) | ({"slowness": slowness} if slowness > 1 else {})
+
     for address, report in reports.items():
         if (known := scheduler.workers.get(address)) is not None:
             take(tally, known.server_id, report)
     runs = ("runs", "open_runs")
     return {
         address: {name: value for name, value in report.items() if name not in runs}
-        | {"load": {**without_untold(report["load"]), "slowness": slowness(address)}}
+        | {"load": load(address, report["load"])}
         for address, report in reports.items()
     }
 

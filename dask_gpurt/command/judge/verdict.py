@@ -83,7 +83,7 @@ def _busy_s(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _slowness(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    # Without the runtime, nobody learns it.
+    # Only slow workers have it, and without the runtime nobody learns it.
     return {address: load.get("slowness", 1.0) for address, load in loads.items()}
 
 
