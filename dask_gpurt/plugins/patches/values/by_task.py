@@ -2,6 +2,14 @@
 
 Tasks with the same key are equal. A weak dictionary of them gives a new task what was known about
 an earlier one with its key, which somebody may hold still. This one tells them apart.
+
+| what | why | taken back by |
+|---|---|---|
+| `distributed.scheduler.TaskState` | tasks with the same key are equal; weak references to them end
+with them | |
+
+Contract tests in `tests/plugins/patches/test_by_task.py` fail when distributed changes any of
+these.
 """
 
 from __future__ import annotations
