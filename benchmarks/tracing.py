@@ -19,6 +19,7 @@ import random
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,18 +38,35 @@ from benchmarks.harness import (
     write_json,
 )
 from benchmarks.shuffle import numbers_part
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry, Sum
+from dask_gpurt.plugins.memory import manager
+from dask_gpurt.plugins.shuffle import exchange_run
+from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries
 from dask_gpurt.tracing import merge
 
 #: Input and output partitions, and the rows of each: 32 bytes a row, 1 GB in all.
 N_PARTS, ROWS = 32, 1_000_000
 
 
-def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
+def frame(scale: float) -> dd.DataFrame:
     rows = int(ROWS * scale)
-    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+    return dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+
+
+def persisted(client: Client, scale: float) -> dd.DataFrame:
     with client.as_current(), dask.config.set(scheduler=client.get):
-        inputs = client.persist(lazy)
+        inputs = client.persist(frame(scale))
         wait(inputs)
+    return inputs
+
+
+def shuffle_s(client: Client, inputs: dd.DataFrame) -> float:
+    with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return persisting_s(client, inputs.shuffle("key"))
+
+
+def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
+    inputs = persisted(client, scale)
     recorded: list[int] = []
     merged = merge.merged
 
@@ -56,20 +74,16 @@ def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
         recorded.append(sum(len(one.data) for one in (scheduler, *workers)))
         return merged(scheduler, workers, *more, **options)
 
-    def shuffle_s() -> float:
-        with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-            return persisting_s(client, inputs.shuffle("key"))
-
     def once(side: str, client: Client) -> dict[str, float]:
         settle(client)
         if side == "stock":
-            return {"shuffle_s": shuffle_s()}
+            return {"shuffle_s": shuffle_s(client, inputs)}
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json.gz")
             began_s = time.perf_counter()
             with dask_gpurt.trace(client, path) as traced:
                 begin_s = time.perf_counter() - began_s
-                seconds = shuffle_s()
+                seconds = shuffle_s(client, inputs)
                 began_s = time.perf_counter()
             trace = traced.trace
             assert not any(one.n_dropped or one.ended for one in trace.processes)
@@ -93,10 +107,6 @@ def measure(client: Client, scale: float, repeats: int) -> dict[str, float]:
 def ask_nobody(is_so: bool, dask_worker: Any) -> None:
     """Take away a worker's code that asks whether a trace is on, or put it back."""
     asking = vars(dask_worker).setdefault("asking", {})
-    from dask_gpurt.devices.ledger import Ledger, LedgerEntry, Sum
-    from dask_gpurt.plugins.memory import manager
-    from dask_gpurt.plugins.shuffle import exchange_run
-    from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries
 
     def add(self: Ledger, entry: LedgerEntry) -> None:
         key = entry.lane, entry.path
@@ -136,9 +146,6 @@ def n_asked(dask_worker: Any) -> int:
 
 def asking_s(n: int = 200_000) -> float:
     """Return the seconds that the code of traces adds to one entry of a ledger."""
-    from types import SimpleNamespace
-
-    from dask_gpurt.devices.ledger import Ledger
 
     def entries_s() -> float:
         ledger = Ledger()
@@ -162,17 +169,12 @@ def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
 
     `low` and `high` are the bounds of 95 % of ratios of resampled medians.
     """
-    rows = int(ROWS * scale)
-    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
-    with client.as_current(), dask.config.set(scheduler=client.get):
-        inputs = client.persist(lazy)
-        wait(inputs)
+    inputs = persisted(client, scale)
 
     def once(side: str, client: Client) -> dict[str, float]:
         client.run(ask_nobody, side == "stock")
         settle(client)
-        with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-            return {"shuffle_s": persisting_s(client, inputs.shuffle("key"))}
+        return {"shuffle_s": shuffle_s(client, inputs)}
 
     before = sum(client.run(n_asked).values())
     every, medians = in_turns(Sides(client, client), repeats, once)
@@ -200,15 +202,13 @@ def off(client: Client, scale: float, repeats: int) -> dict[str, float]:
 
 def long_trace(client: Client, scale: float, minutes: float) -> dict[str, float]:
     """Trace shuffles for some minutes. Return their number, and the bytes of the trace."""
-    rows = int(ROWS * scale)
-    lazy = dd.from_map(numbers_part, range(N_PARTS), rows=rows, meta=numbers_part(0, 1).iloc[:0])
+    lazy = frame(scale)
     n_shuffles, began_s = 0, time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json.gz")
         with dask_gpurt.trace(client, path) as traced:
             while time.perf_counter() - began_s < 60 * minutes:
-                with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):
-                    persisting_s(client, lazy.shuffle("key"))
+                shuffle_s(client, lazy)
                 n_shuffles += 1
         assert not any(one.n_dropped or one.ended for one in traced.trace.processes)
         return {

@@ -37,11 +37,11 @@ def flag(what: str, value: Any) -> bool:
     return value
 
 
-def message(sender: Any, number: Any) -> tuple[str, int]:
+def message(sender: Any, number: Any) -> None:
     """Check the sender of a message of data and its number there."""
     if type(number) is not int or not 0 < number < 1 << 64:
         raise _wrong("message", number, "the number of a message")
-    return name("sender", sender), number
+    name("sender", sender)
 
 
 def count(what: str, value: Any) -> int:

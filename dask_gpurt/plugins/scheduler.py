@@ -462,8 +462,7 @@ class GpurtScheduler(SchedulerPlugin):
         answers = await ask(self.scheduler, "gpurt_report", asked, ANSWER_DEADLINE_S, most=most)
         began = monotonic()
         workers = dict.fromkeys(self.scheduler.workers)
-        counted = self.scheduler, self.tally, self.placement, answers.reports()
-        workers |= counted_reports(*counted)
+        workers |= counted_reports(self.scheduler, self.tally, self.placement, answers.reports())
         found = {
             "active": self.is_active,
             "activation": self.activation,

@@ -33,7 +33,7 @@ from dask_gpurt.tracing.events import (
     TraceProcess,
 )
 
-#: Lane of messages of shuffles, and of values that the store moves down.
+#: Lane of values that the store moves down.
 _EVICTIONS = "write"
 
 

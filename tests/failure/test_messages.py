@@ -448,4 +448,5 @@ def test_message_without_its_sender_is_an_error(
         return await receive(run, {**data, "sender": sender})
 
     monkeypatch.setattr(ExchangeRun, "receive", changed)
-    assert_one_clear_error(stage, "ProtocolError", "sender")
+    wanted = "it must be a text of at most 1000 characters"
+    assert_one_clear_error(stage, "ProtocolError", wanted)

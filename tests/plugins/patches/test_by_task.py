@@ -1,4 +1,4 @@
-"""What is known about a task is not known about a later one with its key, and ends with it."""
+"""A fact about a task ends with the task. A later one with its key does not inherit it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about tasks of a scheduler, while they exist.
+"""Facts about tasks of a scheduler, kept while the tasks exist.
 
 Tasks with the same key are equal. A weak dictionary of them gives a new task what was known about
 an earlier one with its key, which somebody may hold still. This one tells them apart.
