@@ -33,6 +33,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.deploy.slurm.throwaway import running_slurm
+from tests.integration.processes import without_closing
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([ROOT / "docs" / "quickstart.md", *(ROOT / "docs" / "guides").glob("*.md")])
@@ -51,14 +52,6 @@ CHECKOUT = ("dask_gpurt", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 INSTALLED = pathlib.Path(sys.executable).parent
 #: Folders of pip's settings and downloads, below the home.
 PIP = (".config/pip", ".cache/pip")
-
-
-#: Dask's error for a heartbeat that is under way when a cluster closes.
-LAST_HEARTBEAT = re.compile(
-    r"^.* ERROR - Failed to communicate with scheduler during heartbeat\.\n"
-    r"(?:.*\n)*?distributed\.comm\.core\.CommClosedError.*\n",
-    re.MULTILINE,
-)
 
 
 class Block(NamedTuple):
@@ -193,7 +186,7 @@ class Shell:
         output, errors = process.communicate(timeout=LIMIT_S)
         said = f"{block.code}\nexits with {process.returncode}\n{output}\n{errors}"
         allowed = (0, 1) if block.mark == "any status" else (0,)
-        errors = LAST_HEARTBEAT.sub("", errors)
+        errors = without_closing(errors)
         assert process.returncode in allowed and "Traceback" not in errors, said
         if process.returncode == 0 and block.language == "bash":
             variables = self._left.read_text().rstrip("\0").split("\0")

@@ -28,17 +28,24 @@ WITHOUT_HEARTBEATS = {
 }
 
 
-#: Stock Dask's log entry for a connection that was closed while messages waited to be sent.
-_CLOSED_EARLY = re.compile(
-    r"^.* - distributed\.batched - INFO - Batched Comm Closed.*\n"
-    r"(?:Traceback .*\n(?:[ \t]+.*\n)*\S+(?:\n|$))?",
+#: Stock Dask's log entries of a cluster that closes, which depend on timing: a connection is closed
+#: while messages wait to be sent, or while a heartbeat is under way.
+_CLOSING = re.compile(
+    r"^.* - distributed\.batched - INFO - Batched Comm Closed.*(?:\n|$)"
+    r"(?:Traceback .*\n(?:[ \t]+.*\n)*\S+(?:\n|$))?"
+    r"|^.* ERROR - (?:Failed to communicate with scheduler during heartbeat"
+    r"|Unexpected exception during heartbeat"
+    r"|Exception in callback <bound method Worker\.heartbeat of ).*\n"
+    r"(?:(?!.* - [A-Z]+ - ).*\n)*?"
+    r"(?:distributed\.comm\.core\.CommClosedError|RuntimeError: ConnectionPool is closed)"
+    r".*(?:\n|$)",
     re.MULTILINE,
 )
 
 
-def without_closed_early(log: str) -> str:
-    """Return a log without an entry of stock Dask's, with a traceback, that depends on timing."""
-    return _CLOSED_EARLY.sub("", log)
+def without_closing(log: str) -> str:
+    """Return a log without those entries of stock Dask, some of which have a traceback."""
+    return _CLOSING.sub("", log)
 
 
 def environment(**more: str) -> dict[str, str]:

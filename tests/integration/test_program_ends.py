@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import WITHOUT_HEARTBEATS, run_program, without_closed_early
+from tests.integration.processes import WITHOUT_HEARTBEATS, run_program, without_closing
 
 BEGIN = """
 import sys
@@ -27,18 +27,35 @@ ENDS = {
 }
 
 
-def test_only_stocks_own_entry_is_left_out() -> None:
-    line = "2026-11-26 14:46:08,871 - distributed.batched - INFO - Batched Comm Closed <InProc>\n"
-    of_stock = (
-        line + "Traceback (most recent call last):\n"
-        '  File "batched.py", line 115, in _background_send\n'
-        "    nbytes = yield coro\n"
-        "             ^^^^^^^^^^\n"
-        "distributed.comm.core.CommClosedError\n"
-    )
-    other = "Traceback (most recent call last):\n  File\nKeyError: 'x'\nthe end\n"
-    assert without_closed_early(f"begin\n{of_stock}{other}") == f"begin\n{other}"
-    assert without_closed_early(line + "next\n") == "next\n"
+AT = "2026-11-26 14:46:08,871 - "
+BATCHED = f"{AT}distributed.batched - INFO - Batched Comm Closed <InProc>\n"
+HEARTBEAT = (
+    f"{AT}distributed.worker - ERROR - Unexpected exception during heartbeat. Closing worker.\n"
+)
+BEGIN_OF_ERROR = 'Traceback (most recent call last):\n  File "x.py", line 1, in x\n    await y\n'
+CLOSED_POOL = "RuntimeError: ConnectionPool is closed\n"
+ENTRIES_OF_STOCK = [
+    BATCHED,
+    f"{BATCHED}{BEGIN_OF_ERROR}distributed.comm.core.CommClosedError\n",
+    HEARTBEAT + BEGIN_OF_ERROR + CLOSED_POOL,
+    f"{AT}tornado.application - ERROR - Exception in callback <bound method Worker.heartbeat of "
+    f"<Worker 'tls://127.0.0.1:1'>>\n{BEGIN_OF_ERROR}{CLOSED_POOL}",
+    f"{AT}distributed.worker - ERROR - Failed to communicate with scheduler during heartbeat.\n"
+    f"{BEGIN_OF_ERROR}StreamClosedError: x\n\nThe above exception was the cause:\n\n"
+    f"{BEGIN_OF_ERROR}distributed.comm.core.CommClosedError: in <TCP>\n",
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES_OF_STOCK)
+def test_entries_of_stock_for_a_closing_cluster_are_left_out(entry: str) -> None:
+    assert without_closing(f"begin\n{entry}{entry}the end\n") == "begin\nthe end\n"
+    assert without_closing(entry.rstrip("\n")) == ""
+
+
+@pytest.mark.parametrize("before", ["", HEARTBEAT, f"{AT}a - INFO - b\n"])
+def test_other_errors_are_kept(before: str) -> None:
+    other = f"{before}{BEGIN_OF_ERROR}KeyError: 'x'\n"
+    assert without_closing(f"{other}{HEARTBEAT}{BEGIN_OF_ERROR}{CLOSED_POOL}") == other
 
 
 @pytest.mark.share(3)
@@ -49,4 +66,4 @@ def test_a_program_that_closes_nothing_ends_without_a_traceback(end: str, tmp_pa
     source = f"{BEGIN}    {ENDS[end]}\n"
     done = run_program(source, directory=tmp_path, DASK_GPURT__ENABLED="true", **WITHOUT_HEARTBEATS)
     assert done.returncode == (3 if end == "with a code" else 0), done.stderr
-    assert "Traceback" not in without_closed_early(done.stderr), done.stderr
+    assert "Traceback" not in without_closing(done.stderr), done.stderr

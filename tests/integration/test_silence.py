@@ -13,7 +13,7 @@ from tests.integration.processes import (
     command_line_cluster,
     environment,
     run_program,
-    without_closed_early,
+    without_closing,
 )
 
 IN_ONE_PROCESS = """
@@ -54,7 +54,7 @@ def bare_python(tmp_path_factory):
 
 def lines(text):
     """Return the distinct lines of a log, sorted, without times, numbers and addresses."""
-    text = without_closed_early(text)
+    text = without_closing(text)
     kept = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|tcp://\S+|worker-\w{8}\b|\d+", "N", text)
     return sorted({re.sub(r"\s+", " ", line) for line in kept.splitlines()})
 

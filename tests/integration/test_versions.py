@@ -23,7 +23,12 @@ from dask_gpurt.plugins.simulation.trace_recorder import recorded
 from tests.failure.gates import until
 from tests.integration.comparing import partitions, runs
 from tests.integration.environments import OLD, minor_of, second_python, with_versions, without
-from tests.integration.processes import WITHOUT_HEARTBEATS, command_line_cluster, run_program
+from tests.integration.processes import (
+    WITHOUT_HEARTBEATS,
+    command_line_cluster,
+    run_program,
+    without_closing,
+)
 
 HERE = minor_of(sys.executable)
 VERSION = dask_gpurt.__version__
@@ -85,7 +90,8 @@ def assert_alive(*processes):
 
 
 def assert_no_traceback(log):
-    assert "Traceback" not in log.read_text(), log.read_text()
+    text = without_closing(log.read_text())
+    assert "Traceback" not in text, text
 
 
 @pytest.mark.cluster
