@@ -29,6 +29,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE, LEFT
 from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
+from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Gangs(SchedulerPlugin):
             "gpurt_gang_wait": self.wait,
         }
         scheduler.handlers.update(self._handlers)
-        scheduler.stream_handlers[LEFT] = self._left
+        self._messages = WorkerMessages(scheduler, LEFT, self._left)
 
     def uninstall(self) -> None:
         """End all gangs, and remove the handlers."""
@@ -148,8 +149,7 @@ class Gangs(SchedulerPlugin):
         for name, handler in self._handlers.items():
             if self._scheduler.handlers.get(name) == handler:
                 del self._scheduler.handlers[name]
-        # A message may be under way. Without a handler, it would close the worker's connection.
-        self._scheduler.stream_handlers[LEFT] = _ignored
+        self._messages.close()
 
     def report(self) -> dict[str, Any]:
         """Return the operations of all groups that have ended."""
@@ -473,10 +473,6 @@ class Gangs(SchedulerPlugin):
         """End the gangs of a client that leaves. distributed calls this."""
         for gang in [one for one in self._gangs.values() if one.client == client]:
             self._fail(gang, GroupFailure("failed", f"client {client} has left"))
-
-
-def _ignored(**_: Any) -> None:
-    pass
 
 
 def _refused(why: str) -> dict[str, Any]:

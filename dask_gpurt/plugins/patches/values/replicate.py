@@ -10,8 +10,8 @@ copies, and which workers get them | |
 seconds, also those that a client asked for (dask/dask#11148) | `KeptReplicas.uninstall` |
 | `Worker.update_data`; `WorkerState.tasks`, `.in_flight_tasks` | gives a worker a replica, unless
 it is fetching one | |
-| `Scheduler.stream_handlers`, `.worker_send`, message `free-keys` of workers | hears of a
-worker's copy, and has it dropped if the key is gone or used anew | `CopyReports.close` |
+| `Scheduler.worker_send`, message `free-keys` of workers | has a worker's copy dropped if the key
+is gone or used anew | `CopyReports.close` |
 | `serialize`, `deserialize`, `Serialized`, `merge_and_deserialize` and `decompress` of
 `distributed.protocol` | a value as frames of bytes, and back | |
 
@@ -37,6 +37,7 @@ from distributed.protocol.serialize import Serialized, merge_and_deserialize
 
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.patches.values.by_task import ByTask
+from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -209,10 +210,6 @@ class TaskVersions:
         return self._numbers.get(ts) or self._numbers.set(ts, next(self._next))
 
 
-def _ignored(**_: Any) -> None:
-    pass
-
-
 class CopyReports:
     """Hears from workers that they have a copy, until `close`.
 
@@ -222,7 +219,7 @@ class CopyReports:
 
     def __init__(self, scheduler: Scheduler, versions: TaskVersions) -> None:
         self._scheduler, self._versions = scheduler, versions
-        scheduler.stream_handlers[_COPIED] = self._copied
+        self._messages = WorkerMessages(scheduler, _COPIED, self._copied)
         scheduler.handlers[_IS_WANTED] = self._is_wanted
 
     async def _is_wanted(self, key: Any, version: int) -> bool:
@@ -243,12 +240,9 @@ class CopyReports:
             self._scheduler.worker_send(worker, message)
 
     def close(self) -> None:
-        """Take no more reports.
-
-        A message may be under way. Without a handler, it would close the worker's connection.
-        """
+        """Take no more reports."""
         self._scheduler.handlers.pop(_IS_WANTED, None)
-        self._scheduler.stream_handlers[_COPIED] = _ignored
+        self._messages.close()
 
 
 async def take_replica(worker: Worker, key: Any, value: Any, version: int) -> int | None:
