@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dask_gpurt.tracing import advice
 from dask_gpurt.tracing.amounts import count_text, nbytes_text, rate_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.live_facts import LiveFacts
@@ -84,13 +85,13 @@ def _slow_link(facts: LiveFacts) -> Bottleneck | None:
     one, saved_s = found
     sender, nbytes, seconds, bandwidth = one["longest_sender"]
     is_compressed = one["raw_nbytes"] > 1.1 * one["wire_nbytes"]
-    advice = "Use a faster network or transport, or send fewer bytes: drop columns before it"
+    change = "Use a faster network or transport, or send fewer bytes: drop columns before it"
     return Bottleneck(
         "slow-link",
         f"{sender} sent {nbytes_text(nbytes)} to other hosts at {rate_text(nbytes / seconds)}, in "
         f"{seconds:.1f} s of the {one['lasted_s']:.1f} s of {_name(one)}"
         f"; its link carries {rate_text(bandwidth)}",
-        advice + ("." if is_compressed else ", or compress them."),
+        change + ("." if is_compressed else ", or compress them."),
         "" if is_compressed else "gpurt.shuffle.compression: lz4",
         saved_s,
     )
@@ -156,10 +157,7 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "skew",
         evidence,
-        "Treat hot keys apart, often nulls or a default: drop them, aggregate first, or broadcast "
-        "the small side of a join."
-        if one["hot"]
-        else "Use more output partitions, and input partitions of more than 10,000 rows.",
+        advice.HOT_KEYS if one["hot"] else advice.UNEVEN_PARTITIONS,
         "",
         saves_s(one),
     )
@@ -172,16 +170,12 @@ def _spill(facts: LiveFacts) -> Bottleneck | None:
     written = facts.spent["written_nbytes"]
     if not shards_s + outputs_s:
         return None
-    is_shards = shards_s > outputs_s
     return Bottleneck(
         "spill",
         f"{nbytes_text(written)} were written to disk; tasks and messages waited "
         f"{(shards_s + outputs_s) * facts.threads:.1f} s for the disk, over "
         f"{count_text(facts.threads, 'thread')}",
-        "Let shards have more of the workers' memory if some is free, or add workers."
-        if is_shards
-        else "Make partitions smaller, release results, or give workers more memory.",
-        "gpurt.shuffle.memory: 0.5" if is_shards else "",
+        *advice.of_spill(is_shards=shards_s > outputs_s),
         shards_s + outputs_s,
     )
 
@@ -227,8 +221,7 @@ def _slow_worker(facts: LiveFacts) -> Bottleneck | None:
         "slow-worker",
         f"{worker} takes {facts.slowness[worker]:.1f} times as long as others for the same tasks, "
         f"and worked {facts.busy_s[worker]:.1f} s on each thread",
-        "Look for other programs, fewer processors, or a hot or throttled machine on that host, "
-        "or leave it out.",
+        advice.SLOW_WORKER,
         "",
         saves_s(worker),
     )
@@ -316,15 +309,15 @@ def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
     n = sum(one["count"] for one in facts.fallbacks)
     total = n + facts.runs["gpurt"]
     why = str(most["why"])
-    advice = "See the reason, and the logs of the scheduler and the workers."
+    change = "See the reason, and the logs of the scheduler and the workers."
     if "no adapter" in why:
-        advice = "Use DataFrames of pandas or cuDF themselves, and not of a subclass."
+        change = "Use DataFrames of pandas or cuDF themselves, and not of a subclass."
     elif "pip install" in why:
-        advice = "Install the package there, and restart the worker."
+        change = "Install the package there, and restart the worker."
     return Bottleneck(
         "stock-shuffle",
         f"{n} of {count_text(total, 'shuffle')} ran on stock Dask, mostly: {most['what']}",
-        advice,
+        change,
     )
 
 

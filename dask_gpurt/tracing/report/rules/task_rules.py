@@ -6,6 +6,7 @@ the critical path spent there.
 
 from __future__ import annotations
 
+from dask_gpurt.tracing import advice
 from dask_gpurt.tracing.amounts import count_text, seconds_text, share_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
@@ -42,8 +43,7 @@ def slow_worker(found: Findings) -> Bottleneck | None:
         "slow-worker",
         f"{row.name} on {row.host} took {row.slowness:.1f} times as long as others for the same "
         f"tasks; the critical path computed {seconds_text(path_s[row.process])} there",
-        "Look for other programs, fewer processors, or a hot or throttled machine on that host, "
-        "or leave it out.",
+        advice.SLOW_WORKER,
         "",
         saves_s,
     )
@@ -82,8 +82,7 @@ def _long_task(found: Findings) -> Bottleneck | None:
         f"one of {row.n_tasks:,} tasks {row.prefix} computed {seconds_text(by_task[longest])} on "
         f"{found.columns.places.names[tasks.process[longest]]}; their median is "
         f"{seconds_text(row.median_s)}",
-        "Treat hot keys apart, often nulls or a default: drop them, aggregate first, or broadcast "
-        "the small side of a join.",
+        advice.HOT_KEYS,
         "",
         saves_s(longest),
     )
@@ -105,7 +104,7 @@ def _full_worker(found: Findings) -> Bottleneck | None:
         "skew",
         f"{row.name} was {row.skew:.1f} times as busy as the mean worker: "
         f"{count_text(row.n_tasks, 'task')} in {seconds_text(row.task_s)}",
-        "Use more output partitions, and input partitions of more than 10,000 rows.",
+        advice.UNEVEN_PARTITIONS,
         "",
         saves_s,
     )

@@ -10,6 +10,7 @@ import statistics
 
 import numpy as np
 
+from dask_gpurt.tracing import advice
 from dask_gpurt.tracing.amounts import (
     count_text,
     nbytes_text,
@@ -94,28 +95,28 @@ def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
     if row.rate < _SLOW * usual:
         saves_s = on_path_s * (1 - row.rate / usual)
         said += f"; {count_text(len(others), 'other link')} carried {rate_text(usual)}"
-        advice = "Find out what limits this link: its card, its cable, a switch, or other traffic."
+        change = "Find out what limits this link: its card, its cable, a switch, or other traffic."
     elif row.share is not None and row.share < _SLOW:
         saves_s = on_path_s * (1 - row.share)
         said += f", {share_text(row.share)} of what it can carry"
-        advice = "Find out what else uses this link, or use a faster transport on it."
+        change = "Find out what else uses this link, or use a faster transport on it."
     elif found.is_worth(on_path_s) and on_path_s >= _MUCH * found.wall_s:
         saves_s = on_path_s
         said += "" if row.share is None else f", {share_text(row.share)} of what it can carry"
-        advice = "Use a faster network, or send fewer bytes: drop columns before they move."
+        change = "Use a faster network, or send fewer bytes: drop columns before they move."
     else:
         return None
     if not found.is_worth(saves_s):
         return None
     setting = ""
     if row.kind == FETCH:
-        advice += " Placement that knows the links keeps tasks away from slow ones."
+        change += " Placement that knows the links keeps tasks away from slow ones."
         setting = "gpurt.placement.policy: data-aware"
     elif _compression(found) not in ("lz4", "zstd"):
-        advice += " Until then, compress what it carries."
+        change += " Until then, compress what it carries."
         setting = _COMPRESS
     said += f"; the critical path waited {seconds_text(on_path_s)} for it"
-    return Bottleneck("slow-link", said, advice, setting, saves_s)
+    return Bottleneck("slow-link", said, change, setting, saves_s)
 
 
 def _link_busy_s(found: Findings, row: TransferRow) -> float:
@@ -235,10 +236,7 @@ def spill(found: Findings) -> Bottleneck | None:
         f"{nbytes_text(written)} were written to disk and {nbytes_text(read)} read back; the "
         f"busiest worker spent {seconds_text(busy_s)} with that, and the critical path waited "
         f"{seconds_text(waited_s)} for disks and memory",
-        "Let shards have more of the workers' memory if some is free, or add workers."
-        if is_shards
-        else "Make partitions smaller, release results, or give workers more memory.",
-        "gpurt.shuffle.memory: 0.5" if is_shards else "",
+        *advice.of_spill(is_shards),
         saves_s,
     )
 

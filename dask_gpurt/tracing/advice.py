@@ -1,0 +1,31 @@
+"""Advice that rules over a cluster's figures and rules over a trace both give."""
+
+from __future__ import annotations
+
+SLOW_WORKER = (
+    "Look for other programs, fewer processors, or a hot or throttled machine on that host, or "
+    "leave it out."
+)
+#: Skew where a few keys have many rows.
+HOT_KEYS = (
+    "Treat hot keys apart, often nulls or a default: drop them, aggregate first, or broadcast the "
+    "small side of a join."
+)
+#: Skew where a worker has too many rows of many keys.
+UNEVEN_PARTITIONS = "Use more output partitions, and input partitions of more than 10,000 rows."
+
+
+def of_spill(is_shards: bool) -> tuple[str, str]:
+    """Return the advice if data went to disk, and the setting to paste.
+
+    Parameters
+    ----------
+    is_shards
+        Whether it was data of shuffles, not outputs of tasks.
+    """
+    if is_shards:
+        return (
+            "Let shards have more of the workers' memory if some is free, or add workers.",
+            "gpurt.shuffle.memory: 0.5",
+        )
+    return "Make partitions smaller, release results, or give workers more memory.", ""
