@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -124,14 +125,11 @@ def test_a_notebook_runs_and_shows_the_status(cells, tmp_path):
     assert problems(notebook) == []
 
 
-#: A shuffle whose last input partition comes when the file `seen` exists.
+#: A shuffle whose last input partition comes when somebody has opened the pipe `SEEN` to write.
 HELD = """
-import pathlib, time
 def part(number):
-    deadline = time.monotonic() + 60
-    while number == 3 and not pathlib.Path(FOLDER, "seen").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    if number == 3:
+        open(SEEN).close()
     return pd.DataFrame({"key": range(number, number + 4_000), "x": 0.5})
 parts = dd.from_map(part, range(4), meta=pd.DataFrame({"key": [0], "x": [0.5]}))
 with dask.config.set({"dataframe.shuffle.method": "p2p"}):
@@ -161,20 +159,23 @@ WATCHED = {
 
 @pytest.mark.parametrize("kind", WATCHED)
 def test_a_notebook_shows_what_moves(kind, tmp_path):
+    os.mkfifo(seen := tmp_path / "seen")
     begin, watched, failing, totals, end, before = WATCHED[kind]
     # The last input takes a thread for itself; the others are sent by the worker's other thread.
     begin = begin.replace("threads_per_worker=1", "threads_per_worker=2")
-    cells = [begin, SHUFFLE, before, totals, f"FOLDER = {str(tmp_path)!r}", HELD]
+    cells = [begin, SHUFFLE, before, totals, f"SEEN = {str(seen)!r}", HELD]
     cells += [watched, totals, failing, end]
     updates = []
+    opened = []
 
     def watch(html):
         updates.append(html)
         # Three of four inputs are sent, none of four outputs is assembled.
-        if "cut and send" in html and ">37%<" in html:
-            (tmp_path / "seen").touch()
+        if "cut and send" in html and ">37%<" in html and not opened:
+            opened.append(seen.open("w"))
 
     notebook = executed(cells, tmp_path, watch, [failing])
+    opened[0].close()
     # Where Dask logs to the kernel's own stderr, cells also have outputs with its lines.
     outputs = {
         cell.source: [one for one in cell.outputs if one.output_type != "stream"]
