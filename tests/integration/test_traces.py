@@ -188,7 +188,7 @@ async def test_a_client_that_goes_away_ends_its_trace(c, s, *workers):
             await dask_gpurt.trace(other, f"{folder}/1.json").__aenter__()
             assert [*trace_files(*(one.local_directory for one in workers))]
             session = s.extensions[TRACE]
-        await async_poll_for(lambda: session._closing is not None, timeout=30)
+        await async_poll_for(lambda: session._closing is not None, timeout=60)
         await session._closing
         nothing_is_left(s, *workers)
         async with dask_gpurt.trace(c, f"{folder}/2.json"):
@@ -209,14 +209,14 @@ async def test_a_client_that_goes_away_before_the_begin(c, s, *workers):
     ):
         other = await Client(s.address, asynchronous=True)
         entering = asyncio.ensure_future(dask_gpurt.trace(other, f"{folder}/1.json").__aenter__())
-        await async_poll_for(lambda: TRACE in s.extensions, timeout=30)
+        await async_poll_for(lambda: TRACE in s.extensions, timeout=60)
         session = s.extensions[TRACE]
-        await async_poll_for(lambda: session._telling is not None, timeout=30)
+        await async_poll_for(lambda: session._telling is not None, timeout=60)
         await other.close()
-        await async_poll_for(lambda: session._closing is not None, timeout=30)
+        await async_poll_for(lambda: session._closing is not None, timeout=60)
         may_tell.set()
         await session._closing
-        await asyncio.wait({entering}, timeout=30)
+        await asyncio.wait({entering}, timeout=60)
         assert entering.exception() is not None
         nothing_is_left(s, *workers)
         assert "gpurt-trace-clocks" not in [one.get_name() for one in asyncio.all_tasks()]
@@ -229,7 +229,7 @@ async def test_a_client_closed_in_the_block_is_an_error(c, s, *workers):
             async with dask_gpurt.trace(c, f"{folder}/1.json"):
                 session = s.extensions[TRACE]
                 await c.close()
-        await async_poll_for(lambda: session._closing is not None, timeout=30)
+        await async_poll_for(lambda: session._closing is not None, timeout=60)
         await session._closing
         nothing_is_left(s, *workers)
 
@@ -359,7 +359,7 @@ async def test_a_killed_worker_is_shown_as_lost(c, s):
             await c.compute(shuffled())
             victim = killed.worker_address
             os.kill((await c.run(os.getpid))[victim], signal.SIGKILL)
-            await async_poll_for(lambda: victim not in s.workers, timeout=30)
+            await async_poll_for(lambda: victim not in s.workers, timeout=60)
             await c.submit(inc, 1)
             stays = kept.worker_address
     trace = traced.trace
@@ -380,7 +380,7 @@ async def test_a_restarted_shuffle_is_an_instant(c, s, *workers):
     with tempfile.TemporaryDirectory() as folder:
         async with dask_gpurt.trace(c, f"{folder}/1.json") as traced, Worker(s.address) as leaves:
             shuffling = c.persist(shuffled())
-            await async_poll_for(lambda: runtime_of(leaves)._runs, timeout=30)
+            await async_poll_for(lambda: runtime_of(leaves)._runs, timeout=60)
             await leaves.close()
             await wait(shuffling)
     assert "shuffle restarts" in {one.name for one in traced.trace.instants}
