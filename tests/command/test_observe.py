@@ -192,7 +192,7 @@ def test_progress_is_drawn_and_wiped(monkeypatch: pytest.MonkeyPatch, columns: s
     terminal = Terminal()
     progress = Progress(lambda: snapshot(tasks_done=3, tasks_total=8, totals=totals), terminal)
     progress.start()
-    assert terminal.drawn.wait(30)
+    assert terminal.drawn.wait(120)
     progress.stop()
     text = terminal.getvalue()
     assert "3/8 tasks, 3.00 MiB moved" in text
@@ -211,7 +211,7 @@ def test_progress_shows_nothing_while_idle() -> None:
 
     progress = Progress(idle, terminal)
     progress.start()
-    assert asked.wait(30)
+    assert asked.wait(120)
     progress.stop()
     assert terminal.getvalue() == ""
 
@@ -229,6 +229,6 @@ def test_progress_survives_a_closed_stream(monkeypatch: pytest.MonkeyPatch) -> N
 
     progress = Progress(busy, terminal)
     progress.start()
-    assert asked.wait(30)
+    assert asked.wait(120)
     progress.stop()
     assert failures == []

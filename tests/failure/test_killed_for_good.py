@@ -64,7 +64,7 @@ def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nan
         local = ["--local-directory", str(tmp_path / "local")]
         outer = cluster.worker("--memory-limit", "32 MiB", nanny, *local, **env)
         with cluster.client() as client:
-            client.wait_for_workers(1, timeout=60)
+            client.wait_for_workers(1, timeout=240)
             dask_gpurt.enable(client)
             (pid,) = client.run(os.getpid).values()
             blocks = client.map(make_block, range(20))

@@ -15,7 +15,7 @@ from tests.failure.random_killer import SCALE, Arena, open_arena
 from tests.thoroughness import some
 
 # A run takes some seconds. After one that hangs, the others hang, too.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ def fail_once(part, flag):
     return part
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_restricted_output_moves_to_its_owner(client, monkeypatch):
     """The output is restricted to another worker just before it runs; there it asks, and moves."""
     dask_gpurt.enable(client)

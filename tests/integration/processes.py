@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed import Client
 
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 #: Code to run before the command: it makes imports of this package fail, as if not installed.
 WITHOUT_PACKAGE = "import sys, dask.sizeof; sys.modules['dask_gpurt'] = None\n"

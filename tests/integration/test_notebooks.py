@@ -15,7 +15,7 @@ pytest.importorskip("ipykernel", reason="runs the notebooks")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 SHUFFLE = """
 import dask, pandas as pd, dask.dataframe as dd
 frame = dd.from_pandas(pd.DataFrame({"key": range(1_000), "x": 1}), npartitions=4)

@@ -20,7 +20,7 @@ from tests.failure.gates import Gate, pass_gate, until
 N_ROWS = 200
 ABSENT = "tcp://127.0.0.1:1"
 #: Only a wait for an absent worker takes this long.
-DEADLINE_S = 60
+DEADLINE_S = 240.0
 
 
 async def supply(dask_worker, **resources):

@@ -21,7 +21,7 @@ from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 STRANGER = Path(__file__).with_name("stranger.py")
 
 #: A program that computes, prints the scheduler's address, waits for input, and computes again.

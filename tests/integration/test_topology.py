@@ -47,7 +47,7 @@ async def test_client_that_connects_during_a_start_does_not_restart_it(c, s, a):
     def parse(text, source):
         n_read.append(source)
         loop.call_soon_threadsafe(began.set)
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return description.parse(text, source)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 
 
 def run(coro):
-    return asyncio.run(asyncio.wait_for(coro, 20))
+    return asyncio.run(asyncio.wait_for(coro, 120))
 
 
 def test_cancellation_does_not_reach_shielded_work() -> None:

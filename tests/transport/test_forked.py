@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 pytestmark = pytest.mark.cluster
 
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 #: Two engines on a loop in another thread, and a transfer between them.
 ENGINES = """
@@ -31,7 +31,7 @@ def move(number):
     assert np.array_equal(source, target)
 
 def do(coroutine):
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
 
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()

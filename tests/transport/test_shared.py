@@ -22,7 +22,7 @@ from dask_gpurt.transport import shared
 from dask_gpurt.transport.shared import Borrower, Lender
 
 NBYTES = 3 * PAGE_NBYTES + 77
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 
 
 def content(seed):

@@ -7,6 +7,7 @@ module's text, as the bootstrap does. Compiled code would kill a worker of anoth
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,18 +19,16 @@ from dask_gpurt.collectives.slicing import Cut, Piecewise
 _MAKE = "[made := {'__name__': module}, exec(text, made), made[name](*arguments)][-1]"
 
 
-def _without_docstrings(source: str) -> str:
-    tree = ast.parse(source)
+@functools.cache
+def _text() -> str:
+    """Return the text of the module without docstrings. Every task carries it, so it is short."""
+    tree = ast.parse(inspect.getsource(slicing))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
             node
         ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
-
-
-#: Every task carries it, so it is short.
-_TEXT = _without_docstrings(inspect.getsource(slicing))
 
 
 class Shipped:
@@ -51,5 +50,5 @@ class Shipped:
         return self._function(value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        names = {"module": slicing.__name__, "text": _TEXT, "name": self.kind.__name__}
+        names = {"module": slicing.__name__, "text": _text(), "name": self.kind.__name__}
         return eval, (_MAKE, {**names, "arguments": self.arguments})

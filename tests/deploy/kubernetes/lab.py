@@ -29,7 +29,7 @@ from tests.deploy.kubernetes.patching import Object, is_ready
 from tests.deploy.manifests import KUBECTL, ROOT
 
 #: Seconds for anything that a node is asked to do.
-DEADLINE_S = 120
+DEADLINE_S = 240
 _CLONE_NEWNET = 0x40000000
 #: Programs that make namespaces and networks.
 _PROGRAMS = ("ip", "nsenter", "pivot_root", "prlimit", "setpriv", "unshare")

@@ -20,7 +20,7 @@ from tests.deploy.slurm.throwaway import Slurm
 from tests.failure.stage import Departures
 
 #: Seconds for jobs to start their workers.
-START_S = 120
+START_S = 240
 
 #: Process memory is not watched: libraries alone would take more than such a small limit.
 SMALL_MEMORY = [

@@ -46,7 +46,7 @@ def test_jobs_with_local_locks_give_right_answers(
         values = [str(path) for path in Path(directory).glob("dask-gpurt-values-*")]
         assert any(Path(one).is_dir() for one in values)
         jobs.cluster.scale(jobs=2)
-        client.wait_for_workers(2, timeout=60)
+        client.wait_for_workers(2, timeout=240)
         assert all(exists(one) for one in values) == (locking == "False")
         assert sums_of(client, blocks) == expected_sums(N_BLOCKS)
         assert first in client.scheduler_info(n_workers=-1)["workers"]

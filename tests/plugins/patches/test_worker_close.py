@@ -16,7 +16,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_gpurt
 from dask_gpurt.plugins import shielding
 
-TIMEOUT_S = 20
+TIMEOUT_S = 120
 
 
 class Lingers(WorkerPlugin):

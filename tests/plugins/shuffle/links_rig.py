@@ -12,7 +12,7 @@ import pytest
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.shuffle.messages import Message
 
-DEADLINE_S = 20.0
+DEADLINE_S = 240.0
 
 
 class RunIsOver(Exception):
@@ -38,7 +38,7 @@ def with_links(test, **more):
         finally:
             await links.disconnect()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 OPEN = SimpleNamespace(require_encryption=False)

@@ -46,6 +46,6 @@ def test_run_ends_though_its_files_cannot_be_freed():
             await run.close()
         assert memory.n_closed == 1
         assert ended == [run]
-        await asyncio.wait_for(run.close(), 10)
+        await asyncio.wait_for(run.close(), 120)
 
     asyncio.run(scenario())

@@ -110,7 +110,7 @@ async def settled(found):
 
 
 def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 30))
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 # ---------------------------------------------------------------------- described
@@ -142,7 +142,7 @@ def test_reading_a_description_does_not_block_the_loop(monkeypatch):
 
         def parse(text, source):
             loop.call_soon_threadsafe(began.set)
-            assert go_on.wait(30)
+            assert go_on.wait(120)
             return description.parse(text, source)
 
         monkeypatch.setattr(machines_module, "parse", parse)
