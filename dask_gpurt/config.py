@@ -273,15 +273,20 @@ def _has_fields(plain: Any, kind: type[Any]) -> bool:
 @lru_cache(1)
 def defaults() -> Mapping[str, Any]:
     """Return the `gpurt` section of the defaults file."""
-    section: Mapping[str, Any] = yaml.safe_load(DEFAULTS_PATH.read_text())["gpurt"]
+    section: Mapping[str, Any] = _yaml(DEFAULTS_PATH)["gpurt"]
     return section
 
 
 @lru_cache(1)
 def schema() -> Mapping[str, Any]:
     """Return the JSON schema of the `gpurt` section."""
-    section: Mapping[str, Any] = yaml.safe_load(SCHEMA_PATH.read_text())["properties"]["gpurt"]
+    section: Mapping[str, Any] = _yaml(SCHEMA_PATH)["properties"]["gpurt"]
     return section
+
+
+def _yaml(path: pathlib.Path) -> Any:
+    # The loader in C takes a tenth of the time. Some builds of PyYAML lack it.
+    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read() -> Settings:

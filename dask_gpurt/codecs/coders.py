@@ -7,26 +7,30 @@ undefined. So coders do not verify what they decode; `codecs.cpu` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 
 from dask_gpurt.codecs.codec import Bytes
 from dask_gpurt.errors import ProtocolError
 
-#: Constructor of each coder. Level 1, because a network of 100 MB/s is already faster than the next
-#: levels.
-_MAKERS: dict[str, Callable[[], Any]] = {
-    "lz4": lambda: pa.Codec("lz4_raw"),
-    "zstd": lambda: pa.Codec("zstd", compression_level=1),
-}
-
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 #: LZ4 counts in C integers. With more bytes it encodes only a part, or fails; above 4 GiB it does
 #: so silently.
 LZ4_MOST_NBYTES = 0x7E000000
+
+
+def _codec(coder: str) -> pa.Codec:
+    """Return a new coder. pyarrow does not promise that threads may share one.
+
+    Level 1 of Zstandard, because a network of 100 MB/s is already faster than the next levels.
+    """
+    # Not at import: every worker imports this module, and a program may compress nothing.
+    import pyarrow as pa
+
+    return pa.Codec("lz4_raw") if coder == "lz4" else pa.Codec(coder, compression_level=1)
 
 
 def takes(coder: str, nbytes: int) -> bool:
@@ -46,9 +50,7 @@ def compress(coder: str, raw: Bytes) -> Bytes:
         raise ValueError(f"{raw.nbytes} bytes are more than {coder} encodes at once")
     if coder == "none" or not raw.nbytes:
         return raw
-    # A new codec object for each call. pyarrow does not promise that threads may share one, and
-    # creating one takes a microsecond.
-    return np.frombuffer(_MAKERS[coder]().compress(pa.py_buffer(raw)), dtype=np.uint8)
+    return np.frombuffer(_codec(coder).compress(raw), dtype=np.uint8)
 
 
 def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
@@ -67,10 +69,12 @@ def decompress(coder: str, payload: Bytes, nbytes: int) -> Bytes:
         return payload
     if not takes(coder, nbytes):
         raise ProtocolError(f"{nbytes} bytes are more than {coder} encodes at once")
+    import pyarrow as pa
+
     try:
-        decoded = _MAKERS[coder]().decompress(pa.py_buffer(payload), decompressed_size=nbytes)
+        decoded = _codec(coder).decompress(payload, decompressed_size=nbytes)
     except MemoryError:
-        raise  # Arrow's MemoryError is an ArrowException too
+        raise  # Arrow's MemoryError is an ArrowException, too
     except (pa.ArrowException, OSError) as error:
         raise ProtocolError(f"damaged {coder} bytes: {error}") from error
     return np.frombuffer(decoded, dtype=np.uint8)

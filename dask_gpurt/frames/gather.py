@@ -11,10 +11,11 @@ speed for the sort, half for the gather.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +23,6 @@ import numpy.typing as npt
 Rows = npt.NDArray[np.intp]
 _Gather = Callable[[Rows, npt.NDArray[Any]], object]
 _Prepared = tuple[_Gather, npt.NDArray[Any] | None, Sequence[npt.NDArray[Any]]]
-
-try:
-    from pandas._libs import algos as _algos
-except ImportError:  # pragma: no cover - every pandas so far has it
-    _algos = None  # type: ignore[assignment]
 
 #: Rows in a block of a column. With eight bytes a row, a block has 2 MiB and fits the last cache.
 BLOCK_ROWS = 1 << 18
@@ -41,18 +37,27 @@ _LINE_NBYTES = 64
 _CARRIER = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def _pandas_kernels() -> dict[int, Callable[..., None]]:
-    found = {}
+class Kernels(NamedTuple):
+    """The functions of pandas that this module uses: gather by bytes of a value, and sort."""
+
+    take: Mapping[int, Callable[..., object]]
+    groupsort: Callable[[Rows, int], tuple[Rows, Rows]] | None
+
+
+@functools.cache
+def _kernels() -> Kernels:
+    # Not at import: every worker imports this module, and a program may need no pandas.
+    try:
+        from pandas._libs import algos
+    except ImportError:  # pragma: no cover - every pandas so far has it
+        return Kernels({}, None)
+    take = {}
     for itemsize, carrier in _CARRIER.items():
         name = np.dtype(carrier).name
-        kernel = getattr(_algos, f"take_1d_{name}_{name}", None)
+        kernel = getattr(algos, f"take_1d_{name}_{name}", None)
         if kernel is not None:
-            found[itemsize] = kernel
-    return found
-
-
-_TAKE = _pandas_kernels()
-_GROUPSORT = getattr(_algos, "groupsort_indexer", None)
+            take[itemsize] = kernel
+    return Kernels(take, getattr(algos, "groupsort_indexer", None))
 
 
 def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
@@ -71,8 +76,9 @@ def group_rows(slots: Rows, n_slots: int) -> tuple[Rows, Rows]:
         `rows[offsets[s]:offsets[s + 1]]` are the row numbers of slot `s`, ascending.
     """
     offsets = np.zeros(n_slots + 1, dtype=np.intp)
-    if _GROUPSORT is not None:
-        rows, counts = _GROUPSORT(slots, n_slots)
+    groupsort = _kernels().groupsort
+    if groupsort is not None:
+        rows, counts = groupsort(slots, n_slots)
         np.cumsum(counts[1:], out=offsets[1:])
         return rows[counts[0] :], offsets
     wanted = np.flatnonzero(slots >= 0)
@@ -161,7 +167,7 @@ def _prepared(values: Values, outs: Sequence[npt.NDArray[Any]]) -> _Prepared:
     """Return the gather function of a column, the array to read ahead, and the output arrays."""
     if isinstance(values, RowCounts):
         return partial(_count, values), None, outs
-    kernel = _TAKE.get(values.dtype.itemsize)
+    kernel = _kernels().take.get(values.dtype.itemsize)
     if kernel is None or not values.dtype.isnative or values.dtype.kind == "V":
         # mode="clip" writes directly into `out`; the default mode uses a temporary.
         return lambda rows, out: np.take(values, rows, out=out, mode="clip"), None, outs

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
 import pickle
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 #: `dumps(value, protocol=5, buffer_callback=f)`, and its inverse `loads(data, buffers=...)`.
 Dumps = Callable[..., bytes]
@@ -27,12 +28,21 @@ _HARMLESS = frozenset(
     {
         type(None), bool, int, float, complex, str, bytes, bytearray,
         datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone,
-        decimal.Decimal, uuid.UUID, pd.Timestamp, pd.Timedelta, pd.Period,
-        type(pd.NA), type(pd.NaT),
+        decimal.Decimal, uuid.UUID,
         np.str_, np.bytes_, np.bool_, np.datetime64, np.timedelta64,
         *(np.dtype(code).type for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"]),
     }
 )  # fmt: skip
+
+
+@functools.cache
+def _harmless_of_pandas() -> frozenset[type]:
+    # Not at import: every worker imports this module, and a program may need no pandas.
+    import pandas as pd
+
+    return frozenset({pd.Timestamp, pd.Timedelta, pd.Period, type(pd.NA), type(pd.NaT)})
+
+
 #: Objects of a column that are tried before its rows are gathered.
 _MOST_TRIED = 100
 
@@ -124,6 +134,8 @@ class Pickling:
             return
         flat = np.asarray(values).flat
         suspects = set(map(type, flat)) - _HARMLESS
+        if suspects and "pandas" in sys.modules:
+            suspects -= _harmless_of_pandas()
         if suspects:
             some = [v for v in flat[:: -(-len(flat) // _MOST_TRIED)] if type(v) in suspects]
             unseen = suspects - set(map(type, some))

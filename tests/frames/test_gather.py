@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.frames import gather
-from dask_gpurt.frames.gather import RowCounts, gather_columns, gather_into, group_rows
+from dask_gpurt.frames.gather import Kernels, RowCounts, gather_columns, gather_into, group_rows
 
 
 @given(st.lists(st.integers(-1, 6), max_size=300))
@@ -27,7 +27,7 @@ def test_group_rows_is_a_stable_sort(slots):
 def test_group_rows_without_pandas_kernel(monkeypatch, n_slots):
     codes = np.random.default_rng(0).integers(-1, n_slots, 5_000)
     fast = group_rows(codes, n_slots)
-    monkeypatch.setattr(gather, "_GROUPSORT", None)
+    monkeypatch.setattr(gather, "_kernels", lambda: Kernels({}, None))
     slow = group_rows(codes, n_slots)
     for one, other in zip(fast, slow, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -39,7 +39,7 @@ def test_group_rows_without_pandas_kernel(monkeypatch, n_slots):
 @pytest.mark.parametrize("kernels", [True, False])
 def test_gather_writes_into_the_output(monkeypatch, dtype, kernels):
     if not kernels:
-        monkeypatch.setattr(gather, "_TAKE", {})
+        monkeypatch.setattr(gather, "_kernels", lambda: Kernels({}, None))
     rng = np.random.default_rng(0)
     values = rng.integers(0, 100, (2, 50)).astype(dtype)
     values.flags.writeable = False
@@ -107,7 +107,7 @@ def test_long_columns_are_gathered_block_by_block(monkeypatch):
         order.append((source.itemsize, rows.tolist()))
         out[:] = source[rows]
 
-    monkeypatch.setattr(gather, "_TAKE", {2: kernel, 8: kernel})
+    monkeypatch.setattr(gather, "_kernels", lambda: Kernels({2: kernel, 8: kernel}, None))
     monkeypatch.setattr(gather, "BLOCK_ROWS", 4)
     monkeypatch.setattr(gather, "LEAST_PIECE_ROWS", 1)
     rows_of = [np.array([1, 2, 5, 9]), np.array([0, 4, 6, 8])]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dask_gpurt.frames.flat.flattening import Buffer, Into, Node, OutOf
+from dask_gpurt.frames.flat.flattening import Buffer, Into, LibraryNodes, Node, OutOf
 
 _BINARY_OFFSETS: dict[int, str] = {
     pa.string().id: "<i4",
@@ -189,3 +189,10 @@ def _streamed(array: pa.Array) -> Buffer:
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return _bytes(sink.getvalue())
+
+
+NODES = LibraryNodes(
+    is_arrow,
+    arrow_node,
+    dict.fromkeys(("arrow array", "arrow chunks", "arrow table", "arrow batch"), arrow_of),
+)

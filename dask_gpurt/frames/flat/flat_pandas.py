@@ -22,7 +22,7 @@ from dask_gpurt.frames.columns import (
     np_or_extension,
 )
 from dask_gpurt.frames.flat.flat_arrays import array_node, is_plain
-from dask_gpurt.frames.flat.flattening import Into, Node, OutOf, is_scalar
+from dask_gpurt.frames.flat.flattening import Into, LibraryNodes, Node, OutOf, is_scalar
 from dask_gpurt.frames.joining import frame_of_blocks
 
 _INDEXES = (
@@ -294,3 +294,17 @@ def _are_labels(index: pd.Index) -> bool:
     if len(index) > _MOST_LABELS:
         return False
     return all(is_scalar(label) for label in index)
+
+
+NODES = LibraryNodes(
+    is_pandas,
+    pandas_node,
+    {
+        "frame": frame_of,
+        "series": series_of,
+        "range": range_of,
+        "multi": multi_of,
+        "labels": labels_of,
+        "index": index_of,
+    },
+)

@@ -7,7 +7,8 @@ buffer. `frames.flat.values` implements both ports.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,3 +55,21 @@ class OutOf(Protocol):
 
     def value(self, node: Node) -> Any:
         """Return the value that a node describes."""
+
+
+class LibraryNodes(NamedTuple):
+    """The nodes of one library's values.
+
+    Attributes
+    ----------
+    accepts
+        Returns whether `node` takes a value of the library.
+    node
+        Returns the node of a value.
+    makers
+        For each kind of node, the function that composes its value.
+    """
+
+    accepts: Callable[[Any], bool]
+    node: Callable[[Any, Into], Node]
+    makers: Mapping[str, Callable[[Node, OutOf], Any]]

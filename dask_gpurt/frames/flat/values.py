@@ -18,6 +18,7 @@ The header is for a process of the same environment, on the same machine::
 from __future__ import annotations
 
 import datetime
+import functools
 import pickle
 import struct
 import zlib
@@ -32,11 +33,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.frames.flat import flat_pandas
 from dask_gpurt.frames.flat.flat_arrays import array_node, array_of, is_plain
-from dask_gpurt.frames.flat.flat_arrow import arrow_node, arrow_of, is_arrow
-from dask_gpurt.frames.flat.flat_pandas import is_pandas, pandas_node
-from dask_gpurt.frames.flat.flattening import Buffer, Node, OutOf, is_scalar
+from dask_gpurt.frames.flat.flattening import Buffer, LibraryNodes, Node, OutOf, is_scalar
 from dask_gpurt.frames.pickling import Dumps, Loads
 
 MAGIC = b"GRV"
@@ -223,10 +221,8 @@ class _Flattening:
         made: list[Any]
         if is_plain(value):
             made = array_node(value, self)
-        elif is_pandas(value):
-            made = pandas_node(value, self)
-        elif is_arrow(value):
-            made = arrow_node(value, self)
+        elif (library := _library_of(value)) is not None:
+            made = library.node(value, self)
         elif type(value) in (bytes, bytearray) and len(value) > _SMALL_PICKLE_NBYTES:
             made = [type(value).__name__, self.add(np.frombuffer(value, np.uint8))]
         elif type(value) in (tuple, list) and _is_worth_it(value):
@@ -280,7 +276,7 @@ class _Restoring:
     def value(self, node: Node) -> Any:
         if not isinstance(node, list):
             return node
-        return _MAKERS[node[0]](node, self)
+        return _maker_of(node[0])(node, self)
 
     def first(self, node: Node) -> Any:
         _, number, inner = node
@@ -322,19 +318,9 @@ def _dict_of(node: Node, out_of: OutOf) -> dict[Any, Any]:
     return dict(zip(out_of.value(keys), map(out_of.value, values), strict=True))
 
 
-#: Function that composes the value of each kind of node.
+#: Function that composes the value of each kind of node without a library of its own.
 _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
     "array": array_of,
-    "frame": flat_pandas.frame_of,
-    "series": flat_pandas.series_of,
-    "range": flat_pandas.range_of,
-    "multi": flat_pandas.multi_of,
-    "labels": flat_pandas.labels_of,
-    "index": flat_pandas.index_of,
-    "arrow array": arrow_of,
-    "arrow chunks": arrow_of,
-    "arrow table": arrow_of,
-    "arrow batch": arrow_of,
     "bytes": lambda node, out_of: out_of.buffer(node[1]).tobytes(),
     "bytearray": lambda node, out_of: bytearray(out_of.buffer(node[1])),
     "tuple": lambda node, out_of: tuple(map(out_of.value, node[1])),
@@ -345,6 +331,38 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
     "first": lambda node, out_of: out_of.first(node),
     "again": lambda node, out_of: out_of.again(node),
 }
+
+
+#: Library of each other kind of node.
+_LIBRARIES = {
+    **dict.fromkeys(("frame", "series", "range", "multi", "labels", "index"), "pandas"),
+    **dict.fromkeys(("arrow array", "arrow chunks", "arrow table", "arrow batch"), "pyarrow"),
+}
+
+
+@functools.cache
+def _nodes_of(library: str) -> LibraryNodes:
+    # Not at import: every worker imports this module, and a program may need no pandas.
+    if library == "pandas":
+        from dask_gpurt.frames.flat import flat_pandas
+
+        return flat_pandas.NODES
+    from dask_gpurt.frames.flat import flat_arrow
+
+    return flat_arrow.NODES
+
+
+def _library_of(value: Any) -> LibraryNodes | None:
+    """Return the nodes of a value's library, if it has one that takes the value."""
+    library = str(type(value).__module__).partition(".")[0]
+    if library not in ("pandas", "pyarrow"):
+        return None
+    nodes = _nodes_of(library)
+    return nodes if nodes.accepts(value) else None
+
+
+def _maker_of(kind: str) -> Callable[[Node, Any], Any]:
+    return _MAKERS.get(kind) or _nodes_of(_LIBRARIES[kind]).makers[kind]
 
 
 #: Types, besides scalars, that contain no references another object could share.
@@ -373,7 +391,7 @@ def _is_worth_it(container: Any) -> bool:
         for item in items:
             if type(item) in (tuple, list, dict):
                 waiting.append((item, depth + 1))
-            elif is_plain(item) or is_pandas(item) or is_arrow(item):
+            elif is_plain(item) or _library_of(item) is not None:
                 has_memory = True
             elif not is_scalar(item):
                 if not _refers_to_nothing(item):
