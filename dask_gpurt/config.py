@@ -28,6 +28,8 @@ logger = logging.getLogger("dask_gpurt")
 _HERE = pathlib.Path(__file__).parent
 DEFAULTS_PATH = _HERE / "gpurt.yaml"
 SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
+#: The loader in C takes a tenth of the time. Some builds of PyYAML lack it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PRELOAD = "dask_gpurt.preload"
 #: Most characters in a description of machines: enough for about ten thousand hosts.
 MAX_TEXT = 2**24
@@ -273,20 +275,15 @@ def _has_fields(plain: Any, kind: type[Any]) -> bool:
 @lru_cache(1)
 def defaults() -> Mapping[str, Any]:
     """Return the `gpurt` section of the defaults file."""
-    section: Mapping[str, Any] = _yaml(DEFAULTS_PATH)["gpurt"]
+    section: Mapping[str, Any] = yaml.load(DEFAULTS_PATH.read_text(), _LOADER)["gpurt"]
     return section
 
 
 @lru_cache(1)
 def schema() -> Mapping[str, Any]:
     """Return the JSON schema of the `gpurt` section."""
-    section: Mapping[str, Any] = _yaml(SCHEMA_PATH)["properties"]["gpurt"]
-    return section
-
-
-def _yaml(path: pathlib.Path) -> Any:
-    # The loader in C takes a tenth of the time. Some builds of PyYAML lack it.
-    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    found: Mapping[str, Any] = yaml.load(SCHEMA_PATH.read_text(), _LOADER)["properties"]["gpurt"]
+    return found
 
 
 def read() -> Settings:

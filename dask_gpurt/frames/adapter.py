@@ -23,6 +23,8 @@ from dask_gpurt.frames.gather import Rows
 Empty = Callable[[int], npt.NDArray[np.uint8]]
 #: Returns the bytes of a Python object, including its parts.
 Sizeof = Callable[[Any], int]
+#: A range of bytes of one kind in a packed shard: name, offset, bytes, bytes of one item.
+Section = tuple[str, int, int, int]
 
 #: Size of shards in device memory. A shard of any size costs a device a few hundred microseconds,
 #: and an H100 copies as much as this in 45.
@@ -241,12 +243,12 @@ class BodyAdapter(Protocol):
             The layout or the lengths do not describe the buffer.
         """
 
-    def sections(self, layout_key: bytes, packed: Packed) -> list[tuple[str, int, int, int]]:
+    def sections(self, layout_key: bytes, packed: Packed) -> list[Section]:
         """Return where `packed` holds bytes of one kind, for compression.
 
         Returns
         -------
-        list of (name, offset, bytes, bytes of one item)
+        list of Section
             Sections in order, without overlap, that cover the buffer. Shards of one layout use the
             same names for the same sections.
         """

@@ -37,13 +37,13 @@ from dask_gpurt.frames.adapter import (
     Empty,
     Packed,
     Piece,
+    Section,
     Sizeof,
     fresh,
     mean_nbytes,
 )
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Box, Index, Rechunking, Shape, filled
-from dask_gpurt.frames.sections import Section
 
 #: The layout of a shard with pickled pieces.
 _PICKLED = b"pickle"

@@ -15,10 +15,10 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
+from dask_gpurt.frames.adapter import Section
 from dask_gpurt.frames.columns import Layout
 from dask_gpurt.frames.flat.flattening import is_scalar
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.sections import Section
 
 _ALIGNMENT = 8
 

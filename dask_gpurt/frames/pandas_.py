@@ -25,6 +25,7 @@ from dask_gpurt.frames.adapter import (
     Empty,
     Packed,
     Piece,
+    Section,
     Selection,
     Sizeof,
     fresh,
@@ -53,7 +54,7 @@ from dask_gpurt.frames.reconciling import (
     with_casts,
     with_missing_like_meta,
 )
-from dask_gpurt.frames.sections import Section, arrow_sections
+from dask_gpurt.frames.sections import arrow_sections
 
 
 def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:

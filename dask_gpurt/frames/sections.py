@@ -1,8 +1,4 @@
-"""Sections of a packed shard: ranges of bytes of one kind, for compression.
-
-A section is a tuple of name, offset, bytes and item size. Sections are in order, do not overlap,
-and cover the buffer. This module does not compress.
-"""
+"""Sections of Arrow columns in a packed shard, for compression. This module does not compress."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-#: Name, offset, bytes, bytes of one item.
-Section = tuple[str, int, int, int]
+from dask_gpurt.frames.adapter import Section
 
 
 def arrow_sections(

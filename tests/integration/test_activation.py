@@ -323,22 +323,24 @@ def run_python(source):
     )
 
 
-def test_a_worker_without_frames_imports_neither_pandas_nor_pyarrow(tmp_path):
+def test_a_cluster_without_frames_imports_no_pandas(tmp_path):
     """Both take about as long to import as a worker of stock Dask takes to start."""
     source = """
 import sys
 import numpy
 from distributed import Client, LocalCluster
-def libraries():
-    return [m for m in ("dask_gpurt.plugins.worker", "pandas", "pyarrow") if m in sys.modules]
+def libraries(role="worker"):
+    modules = (f"dask_gpurt.plugins.{role}", "pandas", "pyarrow")
+    return [module for module in modules if module in sys.modules]
 if __name__ == "__main__":
     with LocalCluster(n_workers=2, dashboard_address=":0") as cluster, Client(cluster) as client:
         held = client.map(numpy.ones, [1000, 2000], workers=[*client.scheduler_info()["workers"]])
         print(sum(map(len, client.gather(held))), *client.run(libraries).values())
+        print(client.run_on_scheduler(libraries, "scheduler"))
 """
     done = run_program(source, directory=tmp_path, **{ON: "true"})
-    ours = "['dask_gpurt.plugins.worker']"
-    assert done.stdout == f"3000 {ours} {ours}\n", done.stderr
+    worker, scheduler = (f"['dask_gpurt.plugins.{role}']" for role in ("worker", "scheduler"))
+    assert done.stdout == f"3000 {worker} {worker}\n{scheduler}\n", done.stderr
 
 
 class TestCostWhenOff:

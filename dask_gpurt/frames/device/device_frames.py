@@ -26,6 +26,7 @@ from dask_gpurt.frames.adapter import (
     Empty,
     Packed,
     Piece,
+    Section,
     Selection,
     Slots,
     fresh,
@@ -33,7 +34,6 @@ from dask_gpurt.frames.adapter import (
 )
 from dask_gpurt.frames.device import device_contents
 from dask_gpurt.frames.device.device_contents import DeviceColumn
-from dask_gpurt.frames.sections import Section
 
 _VERSION = 1
 

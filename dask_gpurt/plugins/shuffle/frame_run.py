@@ -17,7 +17,6 @@ from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.adapter import FrameAdapter, Piece, Selection
-from dask_gpurt.frames.device.carried_types import is_carried
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
@@ -142,6 +141,9 @@ def obstacle(meta: Any) -> str | None:
         return "there is no adapter for this kind of data"
     if kind != _CUDF:
         return None
+    # Not at import: every scheduler imports this module, and a program may need no pandas.
+    from dask_gpurt.frames.device.carried_types import is_carried
+
     levels = meta.index.dtypes if meta.index.nlevels > 1 else {meta.index.name: meta.index.dtype}
     for what, dtypes in (("column", meta.dtypes), ("index level", levels)):
         for name, dtype in dtypes.items():
