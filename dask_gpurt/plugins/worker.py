@@ -414,6 +414,7 @@ class Attachment:
         self._counter_sender = CounterSender(worker, state)
         # Last, when everything that the runtime needs is imported.
         self._gc_freeze = GcFreeze(worker)
+        self._gc_freeze.watch()
 
     async def gpurt_report(self, most: int) -> dict[str, Any]:
         """Handler: return the state of the runtime here, with so many entries of each kind."""
