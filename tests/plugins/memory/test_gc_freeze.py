@@ -147,3 +147,5 @@ def test_imports_of_tasks_are_frozen_when_the_tasks_are_gone():
         before = frozen()
         client.submit(import_many).result()
         poll_for(lambda: frozen() >= before + MANY_MODULES, timeout=60)
+        dask_gpurt.disable(client)
+        assert frozen() == 0
