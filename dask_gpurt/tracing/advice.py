@@ -13,6 +13,18 @@ HOT_KEYS = (
 )
 #: Skew where a worker has too many rows of many keys.
 UNEVEN_PARTITIONS = "Use more output partitions, and input partitions of more than 10,000 rows."
+#: Many small messages of a shuffle of frames.
+SMALL_PARTITIONS = (
+    "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
+    "`blocksize`, and pass a smaller `npartitions` to it."
+)
+SLOW_RECEIVERS = (
+    "Find out what slows the receivers: their processors, their disks, or other programs."
+)
+MEMORY_WAIT = (
+    "Make partitions smaller, start fewer threads on each worker, or give workers more memory."
+)
+RESTARTS = "See the log lines of the scheduler and the workers: workers died, or results were lost."
 
 
 def of_spill(is_shards: bool) -> tuple[str, str]:

@@ -121,8 +121,7 @@ def _small_messages(facts: LiveFacts) -> Bottleneck | None:
         f"partitions, and {one['messages']:,} messages of {nbytes_text(message)} on average",
         "Use larger chunks on both sides of the rechunk."
         if one["kind"] == "array"
-        else "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
-        "`blocksize`, and pass a smaller `npartitions` to it.",
+        else advice.SMALL_PARTITIONS,
         "",
         saved_s,
     )
@@ -187,7 +186,7 @@ def _memory_wait(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "memory-wait",
         f"tasks waited {waited_s:.1f} s for memory, over {count_text(facts.threads, 'thread')}",
-        "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
+        advice.MEMORY_WAIT,
         "",
         waited_s / facts.threads,
     )
@@ -204,7 +203,7 @@ def _back_pressure(facts: LiveFacts) -> Bottleneck | None:
         "back-pressure",
         f"tasks of {_name(one)} waited {one['seconds']['held_back']:.1f} s for slow peers, over "
         f"{count_text(one['threads'], 'thread')}",
-        "Find out what slows the receivers: their processors, their disks, or other programs.",
+        advice.SLOW_RECEIVERS,
         "",
         saved_s,
     )
@@ -296,7 +295,7 @@ def _restarts(facts: LiveFacts) -> Bottleneck | None:
     return Bottleneck(
         "restarts",
         f"{count_text(len(lost), 'attempt')} at shuffles did not count: {names}, {seconds:.1f} s",
-        "See the log lines of the scheduler and the workers: workers died, or results were lost.",
+        advice.RESTARTS,
         "",
         seconds,
     )

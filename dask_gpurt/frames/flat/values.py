@@ -333,13 +333,6 @@ _MAKERS: dict[str, Callable[[Node, Any], Any]] = {
 }
 
 
-#: Library of each other kind of node.
-_LIBRARIES = {
-    **dict.fromkeys(("frame", "series", "range", "multi", "labels", "index"), "pandas"),
-    **dict.fromkeys(("arrow array", "arrow chunks", "arrow table", "arrow batch"), "pyarrow"),
-}
-
-
 @functools.cache
 def _nodes_of(library: str) -> LibraryNodes:
     # Not at import: every worker imports this module, and a program may need no pandas.
@@ -362,7 +355,9 @@ def _library_of(value: Any) -> LibraryNodes | None:
 
 
 def _maker_of(kind: str) -> Callable[[Node, Any], Any]:
-    return _MAKERS.get(kind) or _nodes_of(_LIBRARIES[kind]).makers[kind]
+    if kind in _MAKERS:
+        return _MAKERS[kind]
+    return _nodes_of("pyarrow" if kind.startswith("arrow ") else "pandas").makers[kind]
 
 
 #: Types, besides scalars, that contain no references another object could share.

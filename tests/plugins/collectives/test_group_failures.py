@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -160,15 +159,32 @@ async def test_a_refused_call_leaves_the_group_as_it_is(c, s, *workers):
         assert await c.gather(await comm.run(wrong_arguments)) == [3, 3, 3]
 
 
+class NoticedLock:
+    """A lock that tells when a thread has it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.taken = threading.Event()
+
+    def acquire(self, blocking):
+        has_lock = self._lock.acquire(blocking)
+        if has_lock:
+            self.taken.set()
+        return has_lock
+
+    def release(self):
+        self._lock.release()
+
+
 def two_threads(comm, _, name):
     if comm.rank:
         Event(name).wait()
         return comm.allreduce(1)
     first = []
+    comm._is_busy = lock = NoticedLock()
     thread = threading.Thread(target=lambda: first.append(comm.allreduce(1)))
     thread.start()
-    while not comm._is_busy.locked():
-        time.sleep(0)
+    lock.taken.wait()
     with pytest.raises(CollectiveError, match="two threads of rank 0"):
         comm.allreduce(1)
     Event(name).set()

@@ -227,7 +227,7 @@ def memory_wait(found: Findings) -> Bottleneck | None:
     return Bottleneck(
         "memory-wait",
         f"the critical path waited {seconds_text(saves_s)} for memory, while threads were free",
-        "Make partitions smaller, start fewer threads on each worker, or give workers more memory.",
+        advice.MEMORY_WAIT,
         "",
         saves_s,
     )
@@ -244,7 +244,7 @@ def restarts(found: Findings) -> Bottleneck | None:
     return Bottleneck(
         "restarts",
         f"{count_text(len(again), 'restart')} and {count_text(len(lost), 'lost worker')}: {named}",
-        "See the log lines of the scheduler and the workers: workers died, or results were lost.",
+        advice.RESTARTS,
     )
 
 

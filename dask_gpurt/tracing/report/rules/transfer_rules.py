@@ -171,8 +171,7 @@ def small_messages(found: Findings) -> Bottleneck | None:
         "small-messages",
         f"{n:,} messages between hosts had {nbytes_text(nbytes / n)} on average; one worker sent "
         f"{most:,} of them",
-        "Make fewer, larger partitions before the shuffle, with `repartition` or a larger "
-        "`blocksize`, and pass a smaller `npartitions` to it.",
+        advice.SMALL_PARTITIONS,
         "gpurt.shuffle.routing: two-level" if _workers_of_a_host(found) >= 4 else "",
         saves_s,
     )
@@ -199,7 +198,7 @@ def back_pressure(found: Findings) -> Bottleneck | None:
     return Bottleneck(
         "back-pressure",
         said,
-        "Find out what slows the receivers: their processors, their disks, or other programs.",
+        advice.SLOW_RECEIVERS,
         "gpurt.shuffle.memory: 0.5" if _written(found) else "",
         saves_s,
     )
