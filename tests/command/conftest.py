@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-#: Far more seconds than any test here takes. A test that reaches it has found a hang.
-TIMEOUT_S = 240.0
+from tests.limits import HANG_S
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Shell:
             capture_output=True,
             cwd=self.directory,
             env={**self.env, **(env or {})},
-            timeout=TIMEOUT_S,
+            timeout=HANG_S,
         )
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 

@@ -16,8 +16,9 @@ import pytest
 
 from dask_gpurt.command.lazy_client import LazyClient
 from dask_gpurt.command.run import threads_still_work
-from tests.command.conftest import TIMEOUT_S, Shell
+from tests.command.conftest import Shell
 from tests.integration.processes import WITHOUT_HEARTBEATS
+from tests.limits import HANG_S
 from tests.thoroughness import only_if_all, some
 
 pytestmark = pytest.mark.cluster
@@ -197,12 +198,12 @@ def test_run_waits_for_a_pool_until_it_is_idle() -> None:
 
     def work() -> bool:
         began.set()
-        return go_on.wait(TIMEOUT_S)
+        return go_on.wait(HANG_S)
 
     with ThreadPoolExecutor(1) as pool:
         before = threads_still_work()
         busy = pool.submit(work)
-        assert began.wait(TIMEOUT_S)
+        assert began.wait(HANG_S)
         assert threads_still_work()
         go_on.set()
         assert busy.result()
@@ -279,8 +280,8 @@ def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals) -> N
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(number)
-        _, err = process.communicate(timeout=TIMEOUT_S)
-    _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
+        _, err = process.communicate(timeout=HANG_S)
+    _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:

@@ -14,6 +14,7 @@ from tornado.httpclient import AsyncHTTPClient
 import dask_gpurt
 from tests.integration.held_exchanges import all_moved, held, shuffled
 from tests.integration.memory_cluster import MANAGED_ALONE, MIB, block
+from tests.limits import HANG_S
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -55,7 +56,7 @@ def selects(selectors, labels):
 @gen_cluster(
     client=True,
     nthreads=[("", 1)] * 2,
-    timeout=240,
+    timeout=HANG_S,
     config={
         **MANAGED_ALONE,
         "gpurt.shuffle.memory": "16 KiB",
@@ -70,12 +71,14 @@ async def test_every_query_finds_a_metric_of_a_worker(c, s, a, b):
         pass
     values = c.compute([block(n) for n in range(24)])
     await wait(values)
-    await async_poll_for(lambda: all(ws.memory.spilled for ws in s.workers.values()), timeout=240)
+    await async_poll_for(
+        lambda: all(ws.memory.spilled for ws in s.workers.values()), timeout=HANG_S
+    )
     # Reads spilled values back.
     assert await c.submit(len, values) == 24
     # The monitor of memory records what was spilled.
     for worker in (a, b):
-        await async_poll_for(lambda worker=worker: SPILLED in worker.digests_total, timeout=240)
+        await async_poll_for(lambda worker=worker: SPILLED in worker.digests_total, timeout=HANG_S)
     found = await samples(a, b)
     assert len(queries()) >= 9
     for query in queries():

@@ -18,6 +18,7 @@ import dask_gpurt
 from tests.failure.gates import Gate, pass_gate, until
 from tests.failure.memory_stage import SETTINGS, make_block
 from tests.integration.processes import command_line_cluster
+from tests.limits import HANG_S
 from tests.thoroughness import some
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nan
         local = ["--local-directory", str(tmp_path / "local")]
         outer = cluster.worker("--memory-limit", "32 MiB", nanny, *local, **env)
         with cluster.client() as client:
-            client.wait_for_workers(1, timeout=240)
+            client.wait_for_workers(1, timeout=HANG_S)
             dask_gpurt.enable(client)
             (pid,) = client.run(os.getpid).values()
             blocks = client.map(make_block, range(20))

@@ -14,6 +14,7 @@ import pytest
 from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.failure import stranger
+from tests.limits import HANG_S
 from tests.thoroughness import only_if_all
 from tests.transport.ucx_peer import PATIENCE_S
 
@@ -61,7 +62,7 @@ assert after == before, (before, after)
 def test_search_for_ucx_sockets_leaves_nothing_open():
     """A copy of an epoll or of an event would keep it alive after UCX has closed it."""
     # A process of its own, because threads of other tests may open files meanwhile.
-    subprocess.run([sys.executable, "-c", LOOKING_FOR_SOCKETS], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", LOOKING_FOR_SOCKETS], check=True, timeout=HANG_S)
 
 
 def closing_of_the_door(engine):

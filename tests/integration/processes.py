@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed import Client
 
-TIMEOUT_S = 240
+from tests.limits import HANG_S
 
 #: Code to run before the command: it makes imports of this package fail, as if not installed.
 WITHOUT_PACKAGE = "import sys, dask.sizeof; sys.modules['dask_gpurt'] = None\n"
@@ -65,7 +65,7 @@ def run_program(
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
 

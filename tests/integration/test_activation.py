@@ -27,6 +27,7 @@ from tests.integration.processes import (
     environment,
     run_program,
 )
+from tests.limits import HANG_S
 
 PROGRAM = """
 import dask, pandas as pd, dask.dataframe as dd
@@ -318,7 +319,7 @@ def run_python(source):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         check=True,
     )
 

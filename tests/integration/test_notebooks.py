@@ -9,13 +9,14 @@ import re
 import pytest
 from dask.utils import format_bytes
 
+from tests.limits import HANG_S
+
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel", reason="runs the notebooks")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-TIMEOUT_S = 240
 SHUFFLE = """
 import dask, pandas as pd, dask.dataframe as dd
 frame = dd.from_pandas(pd.DataFrame({"key": range(1_000), "x": 1}), npartitions=4)
@@ -93,7 +94,7 @@ def executed(cells, folder, watch=lambda html: None, failing=()):
         if cell.source in failing:
             cell.metadata["tags"] = ["raises-exception"]
     resources = {"metadata": {"path": str(folder)}}
-    Watched(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=resources).execute()
+    Watched(notebook, timeout=HANG_S, kernel_name="python3", resources=resources).execute()
     nbformat.validate(notebook)
     return notebook
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import TIMEOUT_S, environment
+from tests.integration.processes import environment
+from tests.limits import HANG_S
 from tests.thoroughness import some
 
 PROGRAM = Path(__file__).with_name("own_classes.py")
@@ -32,7 +33,7 @@ def answers(directory: Path, n_workers: int, *, is_cell: bool = False, **env: st
         env=environment(N_WORKERS=str(n_workers), DASK_GPURT__ENABLED="true", **env),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
         check=False,
     )
     assert not done.returncode, done.stderr

@@ -16,11 +16,10 @@ import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import active_shuffles
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, pass_gate, until
+from tests.limits import HANG_S
 
 N_ROWS = 200
 ABSENT = "tcp://127.0.0.1:1"
-#: Only a wait for an absent worker takes this long.
-DEADLINE_S = 240.0
 
 
 async def supply(dask_worker, **resources):
@@ -52,7 +51,7 @@ def shuffled(seed=0):
 def owners(cluster, lazy, **restrictions):
     """Return the workers that have the outputs, after a check that all rows are there."""
     futures = cluster.client.compute(lazy.to_delayed(), **restrictions)
-    parts = [future.result(timeout=DEADLINE_S) for future in futures]
+    parts = [future.result(timeout=HANG_S) for future in futures]
     assert sum(map(len, parts)) == N_ROWS
     holders = cluster.client.who_has(futures).values()
     return {address for addresses in holders for address in addresses}
@@ -93,14 +92,14 @@ def test_restricted_join_ignores_absent_workers(cluster):
     lazy = left.merge(right, on="key", broadcast=False)
     found = cluster.client.compute(lazy, workers=[ABSENT], allow_other_workers=True)
     expected = rows(3).merge(rows(4), on="key")
-    assert len(found.result(timeout=DEADLINE_S)) == len(expected)
+    assert len(found.result(timeout=HANG_S)) == len(expected)
 
 
 def test_restricted_rechunk_ignores_absent_workers(cluster):
     with dask.annotate(workers=[ABSENT], allow_other_workers=True):
         lazy = da.ones((24, 24), chunks=(1, 24)).rechunk((24, 1), method="p2p")
     found = cluster.client.compute(lazy, optimize_graph=False)
-    assert found.result(timeout=DEADLINE_S).sum() == 24 * 24
+    assert found.result(timeout=HANG_S).sum() == 24 * 24
 
 
 @pytest.mark.parametrize("restriction", [{"workers": [ABSENT]}, {"resources": {"TPU": 1}}], ids=str)
@@ -142,7 +141,7 @@ def test_departed_worker_is_left_out_of_the_next_attempt():
         client.sync(worker.close, nanny=False)
         until(lambda: leaves not in scheduler.workers, "the end of the worker")
         gate.open()
-        results = [future.result(timeout=DEADLINE_S) for future in futures]
+        results = [future.result(timeout=HANG_S) for future in futures]
         assert sum(map(len, results)) == 4 * N_ROWS
         holders = client.who_has(futures).values()
         assert {address for addresses in holders for address in addresses} == {stays}

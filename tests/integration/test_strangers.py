@@ -17,11 +17,11 @@ import pytest
 from dask_gpurt import local_cluster
 from dask_gpurt.demo import command as demo
 from tests.integration.processes import WITHOUT_HEARTBEATS, environment
+from tests.limits import HANG_S
 from tests.thoroughness import only_if_all
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-TIMEOUT_S = 240
 STRANGER = Path(__file__).with_name("stranger.py")
 
 #: A program that computes, prints the scheduler's address, waits for input, and computes again.
@@ -76,7 +76,7 @@ def attack(address: str, ports: list[int], marker: Path) -> list[str]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return [*done.stdout.splitlines(), *(["its code ran"] if marker.exists() else [])]
@@ -85,7 +85,7 @@ def attack(address: str, ports: list[int], marker: Path) -> list[str]:
 def open_dashboard(said: str) -> None:
     """Open the dashboard as its owner, by the address that was printed: all its pages are there."""
     browser = build_opener(HTTPCookieProcessor())
-    with browser.open(said.partition("dashboard: ")[2].strip(), timeout=TIMEOUT_S) as page:
+    with browser.open(said.partition("dashboard: ")[2].strip(), timeout=HANG_S) as page:
         assert page.status == 200
         assert b'href="gpurt"' in page.read()
 
@@ -123,7 +123,7 @@ def test_cluster_of_the_run_command_resists_strangers(tmp_path: Path) -> None:
         # The ports are those of the scheduler, two nannies and two workers.
         assert len(ports) >= 5
         assert attack(address, ports, tmp_path / "marker") == []
-        out, err = process.communicate("go on\n", timeout=TIMEOUT_S)
+        out, err = process.communicate("go on\n", timeout=HANG_S)
         assert out.splitlines() == ["4", "Security True"], err
         assert process.returncode == 0 and "Traceback" not in err, err
 
@@ -138,7 +138,7 @@ def test_clusters_of_the_demo_resist_strangers(tmp_path: Path) -> None:
         address = client.scheduler.address
         own = int(address.rpartition(":")[2])
         assert attack(address, [own, *sorted(ports - {own})], tmp_path / "marker") == []
-        assert client.submit(sum, [1, 2]).result(TIMEOUT_S) == 3
+        assert client.submit(sum, [1, 2]).result(HANG_S) == 3
 
 
 def test_no_cluster_starts_without_the_certificate_package(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_no_cluster_starts_without_the_certificate_package(tmp_path: Path) -> No
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert "pip install cryptography" in done.stdout, done.stderr
 

@@ -18,6 +18,7 @@ from benchmarks import hosts
 from dask_gpurt.tracing import files, merge
 from tests.integration.processes import WITHOUT_PACKAGE, command_line_cluster, environment
 from tests.integration.traced import assert_messages_match, shuffled
+from tests.limits import HANG_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -75,7 +76,7 @@ def test_workers_without_the_package_are_named(tmp_path):
         cluster.worker("--no-nanny", "--name", "with")
         cluster.worker("--no-nanny", "--name", "without", before=WITHOUT_PACKAGE)
         with cluster.client() as client:
-            client.wait_for_workers(2, timeout=240)
+            client.wait_for_workers(2, timeout=HANG_S)
             with dask_gpurt.trace(client, tmp_path / "x.json") as traced:
                 client.gather(client.map(time.sleep, [0.002] * 20, pure=False))
             log = cluster.log_text()
@@ -105,7 +106,7 @@ def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
         cluster.scheduler()
         cluster.worker("--no-nanny")
         with cluster.client() as client:
-            client.wait_for_workers(1, timeout=240)
+            client.wait_for_workers(1, timeout=HANG_S)
 
             def is_on(dask_scheduler):
                 trace = dask_scheduler.extensions.get("gpurt-trace")
@@ -116,17 +117,17 @@ def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
                 assert long.poll() is None, long.communicate()
             client.gather(client.map(time.sleep, [0.002] * 20, pure=False))
             second = command(cluster, "--seconds", "1", "-o", "second.json")
-            said, error = second.communicate(timeout=240)
+            said, error = second.communicate(timeout=HANG_S)
             assert second.returncode == 2 and "is on already" in error
             assert "Traceback" not in error
             # Until the program has its handler, a signal would end it.
             long.send_signal(signal.SIGINT)
-            said, error = long.communicate(timeout=240)
+            said, error = long.communicate(timeout=HANG_S)
             assert long.returncode == 0, error
             assert "events of 1 workers" in said and "The runtime is off" in said
             assert len(files.read(tmp_path / "long.json").tasks) == 20
             assert not (tmp_path / "second.json").exists()
             nowhere = command(cluster, "-o", "none/x.json")
-            _, error = nowhere.communicate(timeout=240)
+            _, error = nowhere.communicate(timeout=HANG_S)
             assert nowhere.returncode == 2 and "no folder" in error
             assert not client.run_on_scheduler(is_on)

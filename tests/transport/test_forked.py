@@ -8,10 +8,11 @@ import textwrap
 
 import pytest
 
+from tests.limits import HANG_S
+
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
 pytestmark = pytest.mark.cluster
 
-TIMEOUT_S = 240
 
 #: Two engines on a loop in another thread, and a transfer between them.
 ENGINES = """
@@ -137,7 +138,7 @@ def test_a_forked_child_does_not_harm_its_parent(program):
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "done\n"

@@ -20,9 +20,9 @@ from dask_gpurt.devices.host_memory.pool import HostPool
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport import shared
 from dask_gpurt.transport.shared import Borrower, Lender
+from tests.limits import HANG_S
 
 NBYTES = 3 * PAGE_NBYTES + 77
-DEADLINE_S = 240.0
 
 
 def content(seed):
@@ -50,7 +50,7 @@ def other_process():
     ours, theirs = context.Pipe()
     process = context.Process(target=lend, args=(theirs,), daemon=True)
     process.start()
-    assert ours.poll(DEADLINE_S)
+    assert ours.poll(HANG_S)
     yield (process, *ours.recv())
     process.kill()
     process.join()
@@ -99,11 +99,11 @@ class HeldReads:
 
     def _read(self, fd, buffers, position):
         self._begun.release()
-        assert self._may_go_on.wait(DEADLINE_S)
+        assert self._may_go_on.wait(HANG_S)
         return self._preadv(fd, buffers, position)
 
     async def begun(self):
-        assert await asyncio.to_thread(self._begun.acquire, timeout=DEADLINE_S)
+        assert await asyncio.to_thread(self._begun.acquire, timeout=HANG_S)
 
     def let_go(self):
         self._may_go_on.set()

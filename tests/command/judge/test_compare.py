@@ -15,7 +15,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from tests.command.conftest import TIMEOUT_S, Outcome, Shell
+from tests.command.conftest import Outcome, Shell
+from tests.limits import HANG_S
 from tests.thoroughness import only_if_all
 
 pytestmark = pytest.mark.cluster
@@ -194,8 +195,8 @@ print(begin(os.path.abspath("begun")).compute())
     ) as process:
         worker = psutil.Process(int((tmp_path / "begun").read_text()))
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130, err.decode()
     assert json.loads(out)["problem"] == "interrupted"
-    worker.wait(TIMEOUT_S)
+    worker.wait(HANG_S)
     assert "Traceback" not in err.decode()

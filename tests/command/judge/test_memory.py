@@ -15,9 +15,10 @@ from distributed import Client, Event, LocalCluster, get_worker, wait
 
 import dask_gpurt
 from dask_gpurt.plugins.worker import runtime_of
-from tests.command.conftest import TIMEOUT_S, Outcome, Shell
+from tests.command.conftest import Outcome, Shell
 from tests.conftest import stock_client
 from tests.failure.gates import until
+from tests.limits import HANG_S
 from tests.thoroughness import only_if_all, some
 
 pytestmark = pytest.mark.cluster
@@ -144,7 +145,7 @@ def test_shards_are_shown_while_they_wait(shell: Shell, client: Client) -> None:
         lazy = dd.from_map(make, range(8), meta=make(0)).shuffle("a", npartitions=8)
         # With one thread, the first outputs hold up the others, whose shards wait.
         lengths = client.compute(lazy.map_partitions(held_up, meta=(None, int)))
-    assert Event("held up", client=client).wait(TIMEOUT_S)
+    assert Event("held up", client=client).wait(HANG_S)
     found = measured(shell, client)
     (known,) = client.run(shards_nbytes).values()
     Event("over", client=client).set()

@@ -18,8 +18,9 @@ from distributed import Client
 from dask_gpurt.command.embedded import EmbeddedCluster
 from dask_gpurt.command.traces import nsys_start
 from dask_gpurt.command.traces.nsys_wrapper import profile_command
-from tests.command.conftest import TIMEOUT_S, Shell
+from tests.command.conftest import Shell
 from tests.command.traces import nsys_standin
+from tests.limits import HANG_S
 
 MARK = "--multiprocessing-fork"
 
@@ -30,7 +31,7 @@ def reports(folder: Path, kind: str = "nsys-rep") -> list[dict]:
 
 def wait_for(condition, what: str) -> None:
     """Wait for files of other processes, which offer no event."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, what
         threading.Event().wait(0.05)
@@ -60,7 +61,7 @@ def start(tmp_path):
 
 def test_a_process_runs_under_nsys_with_its_flags(start, tmp_path):
     process = start("print('ran')", MARK)
-    assert process.communicate(timeout=TIMEOUT_S)[0] == "ran\n"
+    assert process.communicate(timeout=HANG_S)[0] == "ran\n"
     (report,) = reports(tmp_path)
     assert report["verb"] == "profile"
     assert report["flags"] == [
@@ -77,19 +78,19 @@ def test_a_process_runs_under_nsys_with_its_flags(start, tmp_path):
 @pytest.mark.parametrize("status", [0, 1, 7])
 def test_the_status_of_a_worker_passes(start, status):
     process = start(f"import sys; sys.exit({status})", MARK)
-    assert process.wait(TIMEOUT_S) == status
+    assert process.wait(HANG_S) == status
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_the_signal_that_ended_a_worker_passes(start, tmp_path, number):
     process = start(f"import os; os.kill(os.getpid(), {int(number)})", MARK)
-    assert process.wait(TIMEOUT_S) == -number
+    assert process.wait(HANG_S) == -number
     assert [report["status"] for report in reports(tmp_path)] == [-number]
 
 
 def test_other_processes_of_multiprocessing_are_not_wrapped(start, tmp_path):
     process = start("import os; print(os.getpid())")
-    assert int(process.communicate(timeout=TIMEOUT_S)[0]) == process.pid
+    assert int(process.communicate(timeout=HANG_S)[0]) == process.pid
     assert reports(tmp_path) == []
 
 
@@ -101,7 +102,7 @@ def test_a_worker_that_is_killed_leaves_a_report(start, tmp_path, number):
     process = start(RUNNING, MARK)
     assert process.stdout.readline() == "runs\n"
     process.send_signal(number)
-    assert process.wait(TIMEOUT_S) == -number
+    assert process.wait(HANG_S) == -number
     wait_for(lambda: reports(tmp_path), "no report was written")
     (report,) = reports(tmp_path)
     assert report["status"] == -number
@@ -115,7 +116,7 @@ def test_pipes_of_a_worker_close_with_it(start, tmp_path):
     os.close(ours)
     with os.fdopen(theirs) as pipe:
         assert pipe.read() == ""
-    assert process.wait(TIMEOUT_S) == 0
+    assert process.wait(HANG_S) == 0
 
 
 def test_a_worker_gets_the_pipes_of_its_parent(start):
@@ -128,7 +129,7 @@ def test_a_worker_gets_the_pipes_of_its_parent(start):
 
 def test_a_worker_runs_where_nsys_does_not_start(start, tmp_path):
     process = start("print('ran')", MARK, nsys=tmp_path / "gone", stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (0, "ran\n")
     (line,) = err.splitlines()
     assert f"{tmp_path}/gone cannot be started, so a worker runs without it" in line

@@ -27,9 +27,8 @@ from distributed import Client
 
 from tests.deploy.kubernetes.patching import Object, is_ready
 from tests.deploy.manifests import KUBECTL, ROOT
+from tests.limits import HANG_S
 
-#: Seconds for anything that a node is asked to do.
-DEADLINE_S = 240
 _CLONE_NEWNET = 0x40000000
 #: Programs that make namespaces and networks.
 _PROGRAMS = ("ip", "nsenter", "pivot_root", "prlimit", "setpriv", "unshare")
@@ -98,7 +97,7 @@ class Node:
             input=given,
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -114,7 +113,7 @@ class Node:
         server = configuration["clusters"][0]["cluster"]["server"]
         url = f"{server}{_KINDS[kind]}/namespaces/default/{kind}?{urlencode(options)}"
         with self.network():
-            answer: HTTPResponse = urlopen(url, timeout=DEADLINE_S)
+            answer: HTTPResponse = urlopen(url, timeout=HANG_S)
         return answer
 
     def _list(self, kind: str, labels: str) -> tuple[list[Object], str]:
@@ -134,7 +133,7 @@ class Node:
         if is_so(items):
             return items
         options = {"labelSelector": labels, "resourceVersion": version, "watch": "true"}
-        with self._ask(kind, **options, timeoutSeconds=str(DEADLINE_S)) as changes:
+        with self._ask(kind, **options, timeoutSeconds=str(HANG_S)) as changes:
             for event in map(json.loads, changes):
                 name = event["object"]["metadata"]["name"]
                 found[name] = event["object"]
@@ -191,7 +190,7 @@ def started(folder: Path) -> Iterator[Node]:
     finally:
         try:
             # The node ends when its input does, and removes the control groups of its pods.
-            process.communicate(timeout=DEADLINE_S)
+            process.communicate(timeout=HANG_S)
         finally:
             process.kill()
 
@@ -212,9 +211,9 @@ def cluster(node: Node, resources: dict[str, Object], n_workers: int) -> Iterato
         (service,) = node.get("services", is_it)
         address = f"tcp://{service['spec']['clusterIP']}:8786"
         with node.network():
-            client = Client(address, set_as_default=False, timeout=DEADLINE_S)
+            client = Client(address, set_as_default=False, timeout=HANG_S)
         with client:
-            client.wait_for_workers(n_workers, timeout=DEADLINE_S)
+            client.wait_for_workers(n_workers, timeout=HANG_S)
             yield client
     except BaseException:
         print(node.logs())
@@ -234,7 +233,7 @@ def doctor(client: Client) -> dict[str, list[Object]]:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     # As a task, because the worker itself has to answer the doctor meanwhile.
-    said = client.submit(inside, pure=False).result(DEADLINE_S)
+    said = client.submit(inside, pure=False).result(HANG_S)
     found: dict[str, list[Object]] = {}
     for finding in json.loads(said)["findings"]:
         found.setdefault(finding["what"], []).append(finding)

@@ -22,13 +22,14 @@ from distributed import Client, Future
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 import dask_gpurt
-from tests.deploy.kubernetes.lab import DEADLINE_S, Node, addresses, cluster
+from tests.deploy.kubernetes.lab import Node, addresses, cluster
 from tests.deploy.kubernetes.patching import Object
 from tests.deploy.manifests import cluster as specification
 from tests.deploy.manifests import rendered
 from tests.failure.gates import Gate, hold
 from tests.failure.stage import N_INPUTS, N_OUTPUTS, expected, frame
 from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
+from tests.limits import HANG_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -60,7 +61,7 @@ def handled_replicas(groups: list[Object]) -> list[int]:
 def two_pods(node: Node, client: Client) -> None:
     """Have two workers, whatever another test has left."""
     scale(node, 2)
-    client.wait_for_workers(2, timeout=DEADLINE_S)
+    client.wait_for_workers(2, timeout=HANG_S)
     node.until("pods", lambda pods: len(pods) == 2, "dask.org/component=worker")
 
 
@@ -79,7 +80,7 @@ def until_gone(client: Client, address: str) -> None:
 
         dask_scheduler.add_plugin(Departure())
         if address in dask_scheduler.workers:
-            await asyncio.wait_for(left.wait(), DEADLINE_S)
+            await asyncio.wait_for(left.wait(), HANG_S)
 
     client.run_on_scheduler(inside)
 
@@ -138,7 +139,7 @@ def test_pods_come_and_go_in_mid_shuffle(node: Node, client: Client) -> None:
     before = addresses(client)
     with held_shuffle(client) as futures:
         scale(node, 3)
-        client.wait_for_workers(3, timeout=DEADLINE_S)
+        client.wait_for_workers(3, timeout=HANG_S)
         (joined,) = set(addresses(client)) - set(before)
         scale(node, 2)
         until_gone(client, joined)
@@ -154,7 +155,7 @@ def test_pods_come_and_go_in_mid_shuffle(node: Node, client: Client) -> None:
 def test_a_pod_that_joined_takes_part_in_the_next(node: Node, client: Client) -> None:
     with held_shuffle(client) as futures:
         scale(node, 3)
-        client.wait_for_workers(3, timeout=DEADLINE_S)
+        client.wait_for_workers(3, timeout=HANG_S)
     assert_same_partitions(client.gather(futures), expected())
     before = runs(client)
     lazy = collection([frame(number) for number in range(N_INPUTS)])
@@ -178,6 +179,6 @@ def test_a_pod_is_lost_in_mid_shuffle(node: Node, client: Client, options: tuple
         until_gone(client, address)
     assert_same_partitions(client.gather(futures), expected())
     # Its Deployment has made another.
-    client.wait_for_workers(2, timeout=DEADLINE_S)
+    client.wait_for_workers(2, timeout=HANG_S)
     assert pod not in addresses(client).values()
     assert not dask_gpurt.status(client)["not_ready"]

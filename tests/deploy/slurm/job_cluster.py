@@ -18,9 +18,7 @@ from distributed import Client
 
 from tests.deploy.slurm.throwaway import Slurm
 from tests.failure.stage import Departures
-
-#: Seconds for jobs to start their workers.
-START_S = 240
+from tests.limits import HANG_S
 
 #: Process memory is not watched: libraries alone would take more than such a small limit.
 SMALL_MEMORY = [
@@ -103,7 +101,7 @@ def cluster_of_jobs(
             dask.config.set({"gpurt.enabled": True}),
             Client(cluster, set_as_default=False) as client,
         ):
-            client.wait_for_workers(n_jobs, timeout=START_S)
+            client.wait_for_workers(n_jobs, timeout=HANG_S)
             yield JobCluster(slurm, cluster, client, departures)
 
 

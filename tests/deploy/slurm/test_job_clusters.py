@@ -20,6 +20,7 @@ from dask_gpurt.topology import description
 from tests.deploy.slurm.job_cluster import JobCluster, cluster_of_jobs, frames
 from tests.deploy.slurm.throwaway import Slurm
 from tests.integration.comparing import assert_same_partitions, collection, partitions, runs
+from tests.limits import HANG_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -92,7 +93,7 @@ def gpurt(jobs: JobCluster, *arguments: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "dask", "gpurt", *arguments]
     address = jobs.client.scheduler.address
     return subprocess.run(
-        [*command, "--scheduler", address], capture_output=True, text=True, timeout=240
+        [*command, "--scheduler", address], capture_output=True, text=True, timeout=HANG_S
     )
 
 
@@ -106,7 +107,7 @@ def test_two_nodes_of_one_host_are_one_host(jobs: JobCluster) -> None:
 def test_doctor_says_what_a_job_has(jobs: JobCluster) -> None:
     asked = ["srun", "--cpus-per-task=1", "--mem=100", "--time=5", "--gres=gpu:1"]
     command = [*asked, sys.executable, "-m", "dask", "gpurt", "doctor"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert re.search(r"job \d+ on n\d, 1 core, 100 MiB, GPUs \d, .* until \d{4}-", found.stdout)
     # SLURM limits the memory so that Dask sees it, and here it does not confine a job to cores.
     assert ("and the job has 1\n" in found.stdout) == (CPU_COUNT > 1)

@@ -13,6 +13,7 @@ import pytest
 from tests.deploy.slurm.job_cluster import SMALL_MEMORY, cluster_of_jobs
 from tests.deploy.slurm.throwaway import Slurm
 from tests.failure.memory_stage import expected_sums, make_block, sums_of
+from tests.limits import HANG_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -46,7 +47,7 @@ def test_jobs_with_local_locks_give_right_answers(
         values = [str(path) for path in Path(directory).glob("dask-gpurt-values-*")]
         assert any(Path(one).is_dir() for one in values)
         jobs.cluster.scale(jobs=2)
-        client.wait_for_workers(2, timeout=240)
+        client.wait_for_workers(2, timeout=HANG_S)
         assert all(exists(one) for one in values) == (locking == "False")
         assert sums_of(client, blocks) == expected_sums(N_BLOCKS)
         assert first in client.scheduler_info(n_workers=-1)["workers"]

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import pytest
 
-#: Seconds after which a daemon must have started, and a job must have ended.
-DEADLINE_S = 240.0
+from tests.limits import HANG_S
+
 #: SLURM offers no event for these states.
 _POLL_S = 0.05
 _N_GPUS = 2
@@ -143,7 +143,7 @@ class Slurm:
         self._daemons.append(daemon)
 
     def _await(self, is_so: Callable[[], bool], what: str) -> None:
-        give_up = time.monotonic() + DEADLINE_S
+        give_up = time.monotonic() + HANG_S
         while not is_so():
             ended = [one.args for one in self._daemons if one.poll() is not None]
             if ended or time.monotonic() > give_up:
@@ -159,7 +159,7 @@ class Slurm:
 
     def _call(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=self._environ, capture_output=True, text=True, timeout=DEADLINE_S
+            command, env=self._environ, capture_output=True, text=True, timeout=HANG_S
         )
 
     def ask(self, *command: str) -> str:
@@ -189,7 +189,7 @@ class Slurm:
             for daemon in reversed(self._daemons):
                 daemon.terminate()
                 try:
-                    daemon.wait(DEADLINE_S / 4)
+                    daemon.wait(HANG_S / 4)
                 except subprocess.TimeoutExpired:
                     daemon.kill()
                     daemon.wait()

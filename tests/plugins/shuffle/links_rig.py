@@ -11,8 +11,7 @@ import pytest
 
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.shuffle.messages import Message
-
-DEADLINE_S = 240.0
+from tests.limits import HANG_S
 
 
 class RunIsOver(Exception):
@@ -38,7 +37,7 @@ def with_links(test, **more):
         finally:
             await links.disconnect()
 
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
 OPEN = SimpleNamespace(require_encryption=False)

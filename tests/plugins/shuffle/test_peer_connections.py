@@ -12,8 +12,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_gpurt.plugins.shuffle import peer_connections
 from dask_gpurt.plugins.shuffle.peer_connections import PeerConnections
-
-DEADLINE_S = 240.0
+from tests.limits import HANG_S
 
 
 class Held:
@@ -47,7 +46,7 @@ def test_heartbeats_do_not_wait_behind_messages(few_files):
         calls = [
             asyncio.create_task(connections.receive(b.address, data=number)) for number in range(20)
         ]
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             await held.are_there.wait()
             pool = await connections.pool()
             assert pool.limit == 8
@@ -69,7 +68,7 @@ def test_heartbeats_do_not_wait_behind_messages(few_files):
 async def test_calls_to_a_lost_worker_end(s, a, b):
     held, connections = Held(b, 1), PeerConnections(a)
     call = asyncio.create_task(connections.receive(b.address, data=1))
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(HANG_S):
         await held.are_there.wait()
         # Dask calls this when the scheduler says that the worker is gone.
         a.rpc.remove(b.address)

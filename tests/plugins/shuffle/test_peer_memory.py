@@ -20,7 +20,8 @@ from dask_gpurt.plugins.shuffle.arrivals import LEAST_THREAD_NBYTES
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
-from tests.plugins.shuffle.links_rig import DEADLINE_S, RunIsOver, compose, with_links
+from tests.limits import HANG_S
+from tests.plugins.shuffle.links_rig import RunIsOver, compose, with_links
 
 # ------------------------------------------------------------------ memory of a peer
 
@@ -143,7 +144,7 @@ def test_a_read_without_a_waiting_caller_finishes(monkeypatch):
 
     def held(*args):
         begun.set()
-        assert may_go_on.wait(DEADLINE_S)
+        assert may_go_on.wait(HANG_S)
         read_into(*args)
 
     monkeypatch.setattr(shared, "_read_into", held)
@@ -159,13 +160,13 @@ def test_a_read_without_a_waiting_caller_finishes(monkeypatch):
                 await asyncio.wrap_future(jobs[0])
 
             fetching = asyncio.create_task(peer.fetched_by(links, beside))
-            assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+            assert await asyncio.to_thread(begun.wait, HANG_S)
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
             await links.disconnect()
             may_go_on.set()
-            assert jobs[0].result(DEADLINE_S) is None
+            assert jobs[0].result(HANG_S) is None
 
     try:
         with_links(test)

@@ -19,7 +19,8 @@ from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
-from tests.plugins.shuffle.links_rig import DEADLINE_S, OPEN, RunIsOver, compose, with_links
+from tests.limits import HANG_S
+from tests.plugins.shuffle.links_rig import OPEN, RunIsOver, compose, with_links
 from tests.transport.ucx_peer import open_door
 from tests.transport.ucx_processes import needs_ucxx
 
@@ -231,8 +232,8 @@ def with_links_to_the_deaf(test, *, is_silent):
         try:
             await test(links, Deaf(engine, is_silent).call)
         finally:
-            await links.ucx.close(DEADLINE_S)
-            await engine.close(DEADLINE_S)
+            await links.ucx.close(HANG_S)
+            await engine.close(HANG_S)
 
     with_links(with_engine, security=OPEN, address="tcp://127.0.0.1:1", ip="127.0.0.1")
 
