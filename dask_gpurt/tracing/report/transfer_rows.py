@@ -1,7 +1,8 @@
 """Transfers by kind and link: bytes, busy seconds, rate, and share of what the link can carry.
 
 Messages and fetches are counted by pair of hosts, other work by its path. A second counts once for
-a link, however many transfers went on in it: the rate is that of the link while it was busy.
+a row, however many transfers went on in it: the rate is that of the link while it was busy. Kinds
+that are on one link at once share its rate; only `link_rows` has the rate of the link itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.tracing.events import FETCH, PHASE
-from dask_gpurt.tracing.report.busy_time import busy_by_group
+from dask_gpurt.tracing.report.busy_time import Column, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.task_stories import link_text
 
@@ -20,6 +21,8 @@ from dask_gpurt.tracing.report.task_stories import link_text
 PAGEABLE = "pageable"
 #: Kind of copies that a foreign trace of a device has.
 COPY = "copy"
+#: Stands for all ways together. A fetch does not say which way it took.
+_ANY_WAY = "any"
 #: Lanes that are no transfers: tasks and their parts. Messages and fetches have rows of their own.
 _NOT_COPIES = frozenset({COMPUTE, PHASE, COMMUNICATION, FETCH})
 
@@ -30,7 +33,7 @@ class TransferRow(NamedTuple):
     Attributes
     ----------
     kind
-        `MESSAGE`, `FETCH`, or the name of the lane.
+        `MESSAGE`, `FETCH`, or the name of the lane; of a whole link, the kind with most bytes.
     source, target
         The hosts; for other work the two parts of its path, of which the second may be empty.
     way
@@ -87,42 +90,62 @@ class TransferRow(NamedTuple):
 
 def transfer_rows(columns: Columns) -> list[TransferRow]:
     """Return a row for each kind and link, busiest first."""
-    bandwidths = {(one.source, one.target, one.way): one.bandwidth for one in columns.trace.links}
-    rows = [*_between_workers(columns, bandwidths), *_within_workers(columns, bandwidths)]
+    hops = columns.hops
+    keys = np.stack([hops.kind, hops.source, hops.target, hops.way], axis=1)
+    rows = [*_hop_rows(columns, keys), *_within_workers(columns)]
     return sorted(rows, key=lambda row: -row.busy_s)
+
+
+def _bandwidths(columns: Columns) -> dict[tuple[str, str, str], float]:
+    """Return what links can carry by source, target and way, and the most of all ways."""
+    known: dict[tuple[str, str, str], float] = {}
+    for one in columns.trace.links:
+        for way in (one.way, _ANY_WAY):
+            link = one.source, one.target, way
+            known[link] = max(known.get(link, 0.0), one.bandwidth)
+    return known
 
 
 def _bandwidth(known: dict[tuple[str, str, str], float], *link: str) -> float:
     source, target, way = link
-    return known.get((source, target, way)) or known.get((source, target, ""), 0.0)
+    found = known.get((source, target, way or _ANY_WAY))
+    return found or known.get((source, target, ""), 0.0)
 
 
-def _between_workers(
-    columns: Columns, bandwidths: dict[tuple[str, str, str], float]
-) -> list[TransferRow]:
+def link_rows(columns: Columns) -> list[TransferRow]:
+    """Return a row for each pair of hosts, with all kinds of transfers together."""
+    hops = columns.hops
+    return _hop_rows(columns, np.stack([hops.source, hops.target], axis=1))
+
+
+def _hop_rows(columns: Columns, keys: Column) -> list[TransferRow]:
+    """Return a row for each distinct key. A row has the kind and the way with most of its bytes."""
     hops, ways = columns.hops, columns.work.ways
+    bandwidths = _bandwidths(columns)
     moved = np.flatnonzero(hops.nbytes > 0)
-    keys = np.stack([hops.kind, hops.source, hops.target, hops.way], axis=1)[moved]
-    found, group = _groups(keys)
-    n = len(found)
+    _, group = _groups(keys[moved])
+    n = int(group.max(initial=-1)) + 1
     busy_s = busy_by_group(group, hops.start_s[moved], hops.wire_end_s[moved], n)
     counted = np.bincount(group, minlength=n)
     nbytes = np.bincount(group, hops.nbytes[moved], minlength=n)
     senders = _n_distinct(group, hops.sender[moved], n)
+    kind = _heaviest(group, hops.kind[moved], hops.nbytes[moved], n)
+    way = _heaviest(group, hops.way[moved], hops.nbytes[moved], n)
+    _, first = np.unique(group, return_index=True)
     rows = []
-    for i, (kind, source, target, way) in enumerate(found.tolist()):
-        ends = hops.hosts[source], hops.hosts[target]
+    for i, hop in enumerate(moved[first].tolist()):
+        ends = hops.hosts[hops.source[hop]], hops.hosts[hops.target[hop]]
         rows.append(
             TransferRow(
-                hops.kinds[kind],
+                hops.kinds[kind[i]],
                 *ends,
-                ways[way],
+                ways[way[i]],
                 float(nbytes[i]),
                 int(counted[i]),
                 int(senders[i]),
                 float(busy_s[i]),
                 rate_of(nbytes[i], busy_s[i]),
-                _bandwidth(bandwidths, *ends, ways[way]),
+                _bandwidth(bandwidths, *ends, ways[way[i]]),
                 float(busy_s[i]),
                 True,
             )
@@ -130,10 +153,8 @@ def _between_workers(
     return rows
 
 
-def _within_workers(
-    columns: Columns, bandwidths: dict[tuple[str, str, str], float]
-) -> list[TransferRow]:
-    work = columns.work
+def _within_workers(columns: Columns) -> list[TransferRow]:
+    work, bandwidths = columns.work, _bandwidths(columns)
     lanes = [i for i, lane in enumerate(work.lanes) if lane not in _NOT_COPIES]
     # A kernel, and a wait for another lane, move nothing.
     paths = [i for i, path in enumerate(work.paths) if path not in (COMPUTE, WAITING)]
@@ -184,6 +205,16 @@ def _groups(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _n_distinct(group: np.ndarray, value: np.ndarray, n_groups: int) -> np.ndarray:
     pairs = np.unique(np.stack([group, value], axis=1), axis=0)
     return np.bincount(pairs[:, 0], minlength=n_groups)
+
+
+def _heaviest(group: Column, value: Column, nbytes: Column, n_groups: int) -> Column:
+    """Return for each group the value with most bytes."""
+    pairs, pair = _groups(np.stack([group, value], axis=1))
+    order = np.argsort(np.bincount(pair, nbytes, minlength=len(pairs)), kind="stable")
+    found = np.zeros(n_groups, dtype=value.dtype)
+    # The last assignment to a group stays, and that is the one with most bytes.
+    found[pairs[order, 0]] = pairs[order, 1]
+    return found
 
 
 def rate_of(nbytes: float, busy_s: float) -> float:

@@ -71,6 +71,21 @@ def test_messages_that_overlap_count_their_time_once():
     assert row.mean_nbytes == 150 * MB
 
 
+def test_kinds_on_one_link_at_once_add_up_to_its_rate():
+    made = two_hosts()
+    made.message(0, 1, 0.0, 2.0, 100 * MB)
+    made.work(1, FETCH, "fetch", 1.0, 3.0, nbytes=200 * MB, peer="tcp://a:0")
+    made.trace.links = [LinkFacts("a", "b", "tcp", 400 * MB)]
+    report = report_of(made.trace)
+    assert sorted((row.kind, row.rate) for row in report.transfers) == [
+        (FETCH, 100 * MB),
+        ("message", 50 * MB),
+    ]
+    (link,) = report.findings.links.values()
+    assert (link.kind, link.nbytes, link.n_transfers) == (FETCH, 300 * MB, 2)
+    assert (link.busy_s, link.rate, link.share) == (3.0, 100 * MB, 0.25)
+
+
 def test_messages_without_a_receive_are_noted():
     made = two_hosts()
     made.message(0, 1, 0.0, 2.0, MB)

@@ -13,7 +13,7 @@ from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.idle_gaps import IdleGaps
 from dask_gpurt.tracing.report.task_rows import TaskRow
 from dask_gpurt.tracing.report.task_stories import NETWORK
-from dask_gpurt.tracing.report.transfer_rows import TransferRow
+from dask_gpurt.tracing.report.transfer_rows import TransferRow, link_rows
 from dask_gpurt.tracing.report.worker_rows import WorkerRow
 
 #: A rule is silent if its change could save a smaller share of the time.
@@ -54,16 +54,11 @@ class Findings:
 
     @functools.cached_property
     def links(self) -> dict[str, TransferRow]:
-        """Return for each pair of hosts the row with most bytes. Few bytes say little about a link.
+        """Return for each pair of hosts the row of all that their link carried, by its name.
 
         There may be ten thousands of pairs.
         """
-        found: dict[str, TransferRow] = {}
-        for one in self.transfers:
-            if one.is_network and one.rate:
-                most = found.setdefault(one.link, one)
-                found[one.link] = one if one.nbytes > most.nbytes else most
-        return found
+        return {one.link: one for one in link_rows(self.columns) if one.is_network and one.rate}
 
     def is_worth(self, saves_s: float) -> bool:
         """Return whether so many seconds are worth a change."""

@@ -82,7 +82,7 @@ def _slow_host(found: Findings, row: HostRow) -> Bottleneck | None:
 
 
 def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
-    on_path_s = min(found.network_s[row.link], _link_busy_s(found, row))
+    on_path_s = min(found.network_s[row.link], row.busy_s)
     if row.mean_nbytes < _SMALL_NBYTES:
         # The number of small messages costs this time, whatever the link can carry.
         on_path_s = max(on_path_s - row.n_transfers / row.n_processes * _MESSAGE_S, 0.0)
@@ -117,11 +117,6 @@ def _slow_link(found: Findings, row: TransferRow) -> Bottleneck | None:
         setting = _COMPRESS
     said += f"; the critical path waited {seconds_text(on_path_s)} for it"
     return Bottleneck("slow-link", said, change, setting, saves_s)
-
-
-def _link_busy_s(found: Findings, row: TransferRow) -> float:
-    """Return the busy seconds of a link with all kinds of transfers."""
-    return sum(one.busy_s for one in found.transfers if one.is_hop and one.link == row.link)
 
 
 def _compression(found: Findings) -> str | None:

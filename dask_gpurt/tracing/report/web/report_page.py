@@ -134,8 +134,8 @@ def _transfers(report: TraceReport) -> str:
     columns, hosts = transfer_columns(longest_s), host_columns(longest_s)
     of_hosts = f"<p></p>{table_html(hosts, report.hosts, '')}" if report.hosts else ""
     return f"""<h2>Transfers</h2>
-<p class="faint">Busiest first. The rate is that of the link while it was
-busy.{_see(report, "transfers")}</p>
+<p class="faint">Busiest first. The rate is that of one kind while it was busy. Kinds that move at
+once share the link.{_see(report, "transfers")}</p>
 {table_html(columns, report.transfers, "Nothing moved.")}
 {of_hosts}
 <div class="below">{links_over_time(report)}</div>"""
