@@ -129,7 +129,7 @@ def status(client: Client) -> Any:
             last switched on. `dask_gpurt.metrics.MEANING` explains each counter.
         ``spent`` : dict
             Seconds and bytes of all workers, by what they were spent on, since then too.
-            `dask_gpurt.tracing.live_facts.SPENT` explains each.
+            `dask_gpurt.metrics.SPENT` explains each.
         ``departed`` : dict
             Number of ``workers`` that left, and their ``totals``.
         ``shuffles`` : list of dict

@@ -22,6 +22,21 @@ MEANING: dict[str, str] = {
     "shuffle_runs": "shuffle runs joined",
 }
 
+#: Sums over all workers and figures of the scheduler that live verdicts use, and their meanings.
+SPENT: dict[str, str] = {
+    "task_s": "seconds of all tasks",
+    "cpu_s": "seconds of tasks on a processor",
+    "noncpu_s": "seconds of tasks without a processor: locks, the interpreter's lock, files",
+    "held_back_s": "seconds that tasks waited for slow peers of a shuffle",
+    "disk_s": "seconds that tasks waited for inputs to be read from disk",
+    "shards_read_s": "seconds of reading shards of shuffles back from disk",
+    "room_s": "seconds that tasks waited for memory",
+    "scheduler_s": "seconds of the scheduler's event loop on a processor",
+    "fetch_s": "seconds of fetching inputs of tasks from other workers",
+    "moved_nbytes": "bytes of shuffles sent to other workers",
+    "written_nbytes": "bytes written to disk, of task outputs and of shuffles",
+}
+
 
 class Counters:
     """Named integers that only grow. Thread-safe."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 from dask_gpurt import config, metrics
-from dask_gpurt.tracing.live_facts import SPENT
+from dask_gpurt.metrics import SPENT
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask.system import CPU_COUNT
 
-from dask_gpurt.tracing.live_facts import SPENT
+from dask_gpurt.metrics import SPENT
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker

@@ -363,12 +363,18 @@ def runtime_of(worker: Worker) -> WorkerRuntime:
     return state
 
 
+def _is_ours(run: Any) -> bool:
+    """Return whether a run of a shuffle is one of the runtime."""
+    # It imports this module, and is not needed before the first run.
+    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+
+    return isinstance(run, ExchangeRun)
+
+
 class Attachment:
     """The runtime's hooks on one worker, while the plugin is registered."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
-        from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-
         gpu_store.register_sizeof()
         cupy_messages.register()
         allow_open_files()
@@ -376,9 +382,7 @@ class Attachment:
         self.state = state = runtime_of(worker)
         state.attach()
         state.links.transport = settings.shuffle.transport
-        self._lookup = RunLookup(
-            worker, lambda run: isinstance(run, ExchangeRun), partial(sketch, worker)
-        )
+        self._lookup = RunLookup(worker, _is_ours, partial(sketch, worker))
 
         self._unmanaged_reason = obstacle(worker, settings.memory)
         self._memory: ManagedMemory | None = None

@@ -19,8 +19,9 @@ from statistics import median_high
 
 from dask_gpurt.topology.completion import completed, networks_of, origins
 from dask_gpurt.topology.description import dump
-from dask_gpurt.topology.host_draft import HostDraft, Measured, WorkerReport, unique, word
+from dask_gpurt.topology.host_draft import HostDraft, WorkerReport, unique, word
 from dask_gpurt.topology.model import Topology
+from dask_gpurt.topology.probing import Measured
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from dask_gpurt.topology.machine import Card, Gpu, MachinePlace, MachineReport
 from dask_gpurt.topology.model import DeviceNode, Host, Link, Nic, Numa, Topology
+from dask_gpurt.topology.probing import Measured
 
 #: Share of a link's nominal bandwidth that copies reach in measurements, over PCIe and NVLink.
 EFFICIENCY = 0.88
@@ -37,13 +38,6 @@ class WorkerReport(NamedTuple):
     def node_in(self, topology: Topology) -> str | None:
         """Return the node of the worker."""
         return topology.node_of(address=self.address, name=self.name, host=self.host)
-
-
-class Measured(NamedTuple):
-    """Rate and latency that a probe measured between two hosts."""
-
-    nbytes_per_s: float
-    latency_s: float
 
 
 class HostDraft:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask_gpurt.errors import ProtocolError
-from dask_gpurt.topology.host_draft import Measured
-from dask_gpurt.topology.learned import End
+
+if TYPE_CHECKING:
+    from dask_gpurt.topology.learned import End
 
 #: Limits of a whole probe. It stops at the first one that it reaches.
 MAX_PAIRS = 64
@@ -28,6 +29,13 @@ _GROWTH = 4
 _REPEATS = 2
 #: Most hosts of a cluster that is probed in mode `auto` although all speeds are reported.
 AUTOMATIC_HOSTS = 16
+
+
+class Measured(NamedTuple):
+    """Rate and latency that a probe measured between two hosts."""
+
+    nbytes_per_s: float
+    latency_s: float
 
 
 class ProbeTransfer(NamedTuple):

@@ -12,18 +12,6 @@ from typing import Any, NamedTuple
 
 #: Kinds of a `TraceProcess`.
 WORKER, SCHEDULER, DEVICE = "worker", "scheduler", "device"
-#: Lanes that do not come from the ledger: parts of a shuffle inside of tasks, and transfers of task
-#: outputs between workers, which are Dask's own.
-PHASE, FETCH = "phase", "fetch"
-#: Lane of broadcasts and of operations of groups.
-COLLECTIVE = "collective"
-#: Paths of messages in the lane `communication`. A relay hands on bytes that another worker sent to
-#: it: its peers receive them, and counters of sent bytes do not have them. A message that failed is
-#: `UNSENT`. Sends in the lane `collective` have paths of their own.
-SEND, RECEIVE, RELAY, UNSENT = "send", "receive", "relay", "unsent"
-#: All messages have numbers. Those with another path than these were sent, and their peer has an
-#: entry with the path `RECEIVE` and the same number.
-NOT_SENDS = (RECEIVE, UNSENT)
 
 
 @dataclass(frozen=True)

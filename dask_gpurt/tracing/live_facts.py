@@ -7,21 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Sums over all workers, seconds of the scheduler, and their meanings.
-SPENT: dict[str, str] = {
-    "task_s": "seconds of all tasks",
-    "cpu_s": "seconds of tasks on a processor",
-    "noncpu_s": "seconds of tasks without a processor: locks, the interpreter's lock, files",
-    "held_back_s": "seconds that tasks waited for slow peers of a shuffle",
-    "disk_s": "seconds that tasks waited for inputs to be read from disk",
-    "shards_read_s": "seconds of reading shards of shuffles back from disk",
-    "room_s": "seconds that tasks waited for memory",
-    "scheduler_s": "seconds of the scheduler's event loop on a processor",
-    "fetch_s": "seconds of fetching inputs of tasks from other workers",
-    "moved_nbytes": "bytes of shuffles sent to other workers",
-    "written_nbytes": "bytes written to disk, of task outputs and of shuffles",
-}
-
 
 @dataclass(frozen=True)
 class LiveFacts:
@@ -36,7 +21,7 @@ class LiveFacts:
     fallbacks
         What was left to stock Dask, and why.
     spent
-        Seconds and bytes of all workers, and of the scheduler (`SPENT`).
+        Seconds and bytes of all workers, and of the scheduler (`metrics.SPENT`).
     busy_s
         By address of a worker: seconds of its tasks over its threads.
     slowness

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from dask_gpurt.tracing import records
 from dask_gpurt.tracing.clocks import ClockExchange, ClockFit, fit, shifts
 from dask_gpurt.tracing.events import (
-    NOT_SENDS,
-    RECEIVE,
     SCHEDULER,
     WORKER,
     Instant,
@@ -32,6 +30,7 @@ from dask_gpurt.tracing.events import (
     Trace,
     TraceProcess,
 )
+from dask_gpurt.tracing.lane_names import NOT_SENDS, RECEIVE
 
 #: Lane of values that the store moves down.
 _EVICTIONS = "write"

@@ -6,7 +6,8 @@ import pytest
 
 from dask_gpurt.metrics import total
 from dask_gpurt.tracing import files
-from dask_gpurt.tracing.events import SEND, WORKER
+from dask_gpurt.tracing.events import WORKER
+from dask_gpurt.tracing.lane_names import SEND
 from tests.command.conftest import Shell
 from tests.integration.processes import without_closing
 from tests.thoroughness import only_if_all

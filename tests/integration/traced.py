@@ -11,8 +11,9 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.tracing.events import COLLECTIVE, RECEIVE, RELAY, SEND, LaneWork, Trace
+from dask_gpurt.tracing.events import LaneWork, Trace
 from dask_gpurt.tracing.formats.arrows import ArrowFinder
+from dask_gpurt.tracing.lane_names import COLLECTIVE, RECEIVE, RELAY, SEND
 
 ROWS = 20_000
 N_PARTS = 8

@@ -9,8 +9,8 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.metrics import SPENT
 from dask_gpurt.plugins.time_spent import cluster_spent, spent, stock_figures
-from dask_gpurt.tracing.live_facts import SPENT
 
 
 def test_metrics_of_workers_and_schedulers_add_up() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dask_gpurt.topology import description
 from dask_gpurt.topology.discovery import discover
-from dask_gpurt.topology.host_draft import Measured
+from dask_gpurt.topology.probing import Measured
 from tests.topology.test_discovery import CARDS, PAGE, workers
 from tests.topology.trees import machine
 

@@ -14,10 +14,10 @@ from dask_gpurt.topology.host_draft import (
     EFFICIENCY,
     NUMA_NBYTES_PER_S,
     PCIE_NBYTES_PER_S,
-    Measured,
     WorkerReport,
 )
 from dask_gpurt.topology.machine import Machine, MachineReport
+from dask_gpurt.topology.probing import Measured
 from tests.topology.trees import NAMES, machine
 
 

@@ -11,18 +11,8 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dask_gpurt.tracing.events import (
-    FETCH,
-    PHASE,
-    RECEIVE,
-    SEND,
-    WORKER,
-    LaneWork,
-    LinkFacts,
-    TaskTimes,
-    Trace,
-    TraceProcess,
-)
+from dask_gpurt.tracing.events import WORKER, LaneWork, LinkFacts, TaskTimes, Trace, TraceProcess
+from dask_gpurt.tracing.lane_names import FETCH, PHASE, RECEIVE, SEND
 
 MB = 1e6
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import random
 
 from dask_gpurt.tracing.events import (
-    FETCH,
-    PHASE,
-    RECEIVE,
-    SEND,
     WORKER,
     Instant,
     LaneWork,
@@ -18,6 +14,7 @@ from dask_gpurt.tracing.events import (
     TraceProcess,
 )
 from dask_gpurt.tracing.formats.picture import work_order
+from dask_gpurt.tracing.lane_names import FETCH, PHASE, RECEIVE, SEND
 
 
 def shuffle_trace(

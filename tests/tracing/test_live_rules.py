@@ -11,7 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
+from dask_gpurt.metrics import SPENT
+from dask_gpurt.tracing.live_facts import LiveFacts
 from dask_gpurt.tracing.live_rules import RULES
 from dask_gpurt.tracing.live_verdict import LEAST_S, LEAST_SHARE, bottlenecks, verdict_lines
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from dask_gpurt.tracing.clocks import ClockExchange
-from dask_gpurt.tracing.events import FETCH, RECEIVE, SCHEDULER, SEND
+from dask_gpurt.tracing.events import SCHEDULER
+from dask_gpurt.tracing.lane_names import FETCH, RECEIVE, SEND
 from dask_gpurt.tracing.merge import RecordedProcess, merged
 from dask_gpurt.tracing.records import RecordEncoder, key_hash
 from tests.tracing.clock_model import DelayedLink, SkewedClock

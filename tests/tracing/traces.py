@@ -6,11 +6,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.tracing.events import (
     DEVICE,
-    FETCH,
-    PHASE,
-    RECEIVE,
     SCHEDULER,
-    SEND,
     WORKER,
     Instant,
     LaneWork,
@@ -21,6 +17,7 @@ from dask_gpurt.tracing.events import (
     TraceProcess,
 )
 from dask_gpurt.tracing.formats.picture import work_order
+from dask_gpurt.tracing.lane_names import FETCH, PHASE, RECEIVE, SEND
 
 #: The coarsest times of each format, in nanoseconds.
 UNITS_NS = {".json": 1000, ".json.gz": 1000, ".perfetto-trace": 1, ".pftrace": 1}

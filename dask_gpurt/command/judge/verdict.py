@@ -14,7 +14,8 @@ import dask.config
 
 from dask_gpurt.command.layout import wrapped
 from dask_gpurt.command.observe import CounterSnapshot
-from dask_gpurt.tracing.live_facts import SPENT, LiveFacts
+from dask_gpurt.metrics import SPENT
+from dask_gpurt.tracing.live_facts import LiveFacts
 from dask_gpurt.tracing.live_verdict import bottlenecks, verdict_lines
 
 #: The verdict where nothing was measured.

@@ -44,7 +44,7 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.devices.ledger import Ledger, LedgerEntry
-from dask_gpurt.tracing.events import FETCH
+from dask_gpurt.tracing.lane_names import FETCH
 
 if TYPE_CHECKING:
     from distributed import Worker

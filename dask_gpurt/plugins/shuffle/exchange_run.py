@@ -65,7 +65,7 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shard
 from dask_gpurt.shuffle.routing import Routing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
-from dask_gpurt.tracing.events import RECEIVE
+from dask_gpurt.tracing.lane_names import RECEIVE
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.sending.outbox import Outbox
 

@@ -43,7 +43,7 @@ from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.envelope import is_envelope
 from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shard import Shard
-from dask_gpurt.tracing.events import RELAY, SEND
+from dask_gpurt.tracing.lane_names import RELAY, SEND
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
 

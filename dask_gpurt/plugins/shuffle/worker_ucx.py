@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dask_gpurt.errors import TransportError
 from dask_gpurt.plugins.patches.p2p import requires_encryption
-from dask_gpurt.transport import ucx
-from dask_gpurt.transport.ucx import UcxEngine
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+    from dask_gpurt.transport.ucx import UcxEngine
 
 logger = logging.getLogger("dask_gpurt.transport")
 
@@ -68,6 +68,9 @@ class WorkerUcx:
 
     def why_not(self) -> str:
         """Return why this worker cannot have an engine; empty if it can. Loads no library."""
+        # Not with this module: most workers never have an engine, and it has ten modules.
+        from dask_gpurt.transport import ucx
+
         if requires_encryption(self._worker):
             return _ENCRYPTED
         task = self._starting
@@ -90,6 +93,8 @@ def result_if_any(task: asyncio.Task[T] | None) -> T | None:
 
 
 async def _engine_of(worker: Worker) -> UcxEngine:
+    from dask_gpurt.transport.ucx import UcxEngine
+
     return await UcxEngine.start(await _ip_of(worker))
 
 

@@ -22,10 +22,11 @@ from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import discover
-from dask_gpurt.topology.host_draft import Measured, WorkerReport
+from dask_gpurt.topology.host_draft import WorkerReport
 from dask_gpurt.topology.learned import End
 from dask_gpurt.topology.machine import MachineReport
 from dask_gpurt.topology.model import Topology
+from dask_gpurt.topology.probing import Measured
 
 if TYPE_CHECKING:
     from distributed import Scheduler

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.worker import thread_state
 
 from dask_gpurt.devices.ledger import COMMUNICATION, Ledger, LedgerEntry
-from dask_gpurt.tracing.events import PHASE, RECEIVE, UNSENT
+from dask_gpurt.tracing.lane_names import PHASE, RECEIVE, UNSENT
 
 if TYPE_CHECKING:
     from distributed import Worker

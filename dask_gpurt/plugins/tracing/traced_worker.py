@@ -31,7 +31,7 @@ from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.tracing.clocks import clock_later_s
-from dask_gpurt.tracing.events import FETCH
+from dask_gpurt.tracing.lane_names import FETCH
 from dask_gpurt.tracing.records import RecordEncoder
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from dask_gpurt.tracing.events import FETCH, NOT_SENDS, RECEIVE, LaneWork, TaskTimes, Trace
+from dask_gpurt.tracing.events import LaneWork, TaskTimes, Trace
+from dask_gpurt.tracing.lane_names import FETCH, NOT_SENDS, RECEIVE
 
 #: Most arrows into one task. With more inputs, the last ones to be ready get them: they are the
 #: ones that the task waited for, and a picture with thousands of arrows shows nothing.

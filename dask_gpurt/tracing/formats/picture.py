@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from dask_gpurt.tracing.events import PHASE, RECEIVE, Instant, LaneWork, Sample, TaskTimes, Trace
+from dask_gpurt.tracing.events import Instant, LaneWork, Sample, TaskTimes, Trace
 from dask_gpurt.tracing.formats.arrows import ArrowFinder, Arrows
+from dask_gpurt.tracing.lane_names import PHASE, RECEIVE
 
 #: Kinds of rows.
 THREAD, LANE, QUANTITY, INSTANTS = "thread", "lane", "quantity", "instants"

@@ -15,18 +15,8 @@ import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.tracing.amounts import name_text
-from dask_gpurt.tracing.events import (
-    DEVICE,
-    FETCH,
-    NOT_SENDS,
-    PHASE,
-    RECEIVE,
-    RELAY,
-    SEND,
-    WORKER,
-    Trace,
-    TraceProcess,
-)
+from dask_gpurt.tracing.events import DEVICE, WORKER, Trace, TraceProcess
+from dask_gpurt.tracing.lane_names import FETCH, NOT_SENDS, PHASE, RECEIVE, RELAY, SEND
 from dask_gpurt.tracing.report.busy_time import Column
 
 #: Kinds of hops: a message of a shuffle, and one that a relay hands on to its receiver.

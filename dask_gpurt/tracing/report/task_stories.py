@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.tracing.events import FETCH, PHASE
+from dask_gpurt.tracing.lane_names import FETCH, PHASE
 from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded
 from dask_gpurt.tracing.report.event_columns import Columns, is_barrier
 from dask_gpurt.tracing.report.grouped_rows import GroupedRows

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
-from dask_gpurt.tracing.events import FETCH, PHASE
+from dask_gpurt.tracing.lane_names import FETCH, PHASE
 from dask_gpurt.tracing.report.busy_time import Column, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 from dask_gpurt.tracing.report.task_stories import link_text

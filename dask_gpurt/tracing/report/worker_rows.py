@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMPUTE, WAITING, overlap_of_parts
-from dask_gpurt.tracing.events import PHASE
+from dask_gpurt.tracing.lane_names import PHASE
 from dask_gpurt.tracing.report.busy_time import Column, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 

@@ -15,8 +15,9 @@ from dask_gpurt.placement.cost import Input, Task, WorkerSnapshot
 from dask_gpurt.placement.policy import DataAware, Snapshot
 from dask_gpurt.plugins.placement.cluster_links import ClusterLinks
 from dask_gpurt.topology.discovery import discover
-from dask_gpurt.topology.host_draft import Measured, WorkerReport
+from dask_gpurt.topology.host_draft import WorkerReport
 from dask_gpurt.topology.machine import MachineReport
+from dask_gpurt.topology.probing import Measured
 from tests.topology.test_discovery import CARDS
 from tests.topology.trees import machine
 

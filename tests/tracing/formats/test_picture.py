@@ -6,19 +6,10 @@ import dataclasses
 
 from hypothesis import given
 
-from dask_gpurt.tracing.events import (
-    FETCH,
-    PHASE,
-    RECEIVE,
-    SEND,
-    LaneWork,
-    Sample,
-    TaskTimes,
-    Trace,
-    TraceProcess,
-)
+from dask_gpurt.tracing.events import LaneWork, Sample, TaskTimes, Trace, TraceProcess
 from dask_gpurt.tracing.formats.arrows import MAX_ARROWS, ArrowFinder
 from dask_gpurt.tracing.formats.picture import LANE, THREAD, PointEvent, SliceBegin, SliceEnd, draw
+from dask_gpurt.tracing.lane_names import FETCH, PHASE, RECEIVE, SEND
 from tests.tracing.shuffle_trace import shuffle_trace
 from tests.tracing.traces import traces
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dask_gpurt.tracing.events import PHASE, Instant, LinkFacts, Sample
+from dask_gpurt.tracing.events import Instant, LinkFacts, Sample
+from dask_gpurt.tracing.lane_names import PHASE
 from dask_gpurt.tracing.report.rules.processor_rules import processors
 from dask_gpurt.tracing.report.rules.task_rules import TASK_RULES
 from dask_gpurt.tracing.report.rules.transfer_rules import TRANSFER_RULES

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dask_gpurt.tracing.events import FETCH, LaneWork, TaskTimes
+from dask_gpurt.tracing.events import LaneWork, TaskTimes
+from dask_gpurt.tracing.lane_names import FETCH
 from dask_gpurt.tracing.report.critical_path import CriticalPath
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,

@@ -7,7 +7,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from dask_gpurt.tracing.events import FETCH, Instant, TraceProcess
+from dask_gpurt.tracing.events import Instant, TraceProcess
+from dask_gpurt.tracing.lane_names import FETCH
 from dask_gpurt.tracing.report.trace_report import report_of
 from dask_gpurt.tracing.report.web.html_parts import MOST_ROWS
 from dask_gpurt.tracing.report.web.report_page import report_page

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dask_gpurt.devices.ledger import LedgerEntry, overlap
-from dask_gpurt.tracing.events import DEVICE, FETCH, Instant, LinkFacts, TraceProcess
+from dask_gpurt.tracing.events import DEVICE, Instant, LinkFacts, TraceProcess
+from dask_gpurt.tracing.lane_names import FETCH
 from dask_gpurt.tracing.report.event_columns import prefix_of
 from dask_gpurt.tracing.report.idle_gaps import NOTHING_LEFT
 from dask_gpurt.tracing.report.trace_report import report_of

@@ -33,7 +33,7 @@ from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.routing import host_of
-from dask_gpurt.tracing.events import COLLECTIVE
+from dask_gpurt.tracing.lane_names import COLLECTIVE
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, 
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
-from dask_gpurt.tracing.events import COLLECTIVE
+from dask_gpurt.tracing.lane_names import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker

@@ -23,7 +23,7 @@ from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan, O
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
-from dask_gpurt.tracing.events import COLLECTIVE
+from dask_gpurt.tracing.lane_names import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker

@@ -19,7 +19,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, S
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.shuffle.routing import host_of
-from dask_gpurt.tracing.events import COLLECTIVE
+from dask_gpurt.tracing.lane_names import COLLECTIVE
 
 if TYPE_CHECKING:
     from distributed import Worker

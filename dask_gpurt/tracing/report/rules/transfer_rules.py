@@ -19,7 +19,7 @@ from dask_gpurt.tracing.amounts import (
     share_text,
 )
 from dask_gpurt.tracing.bottleneck import Bottleneck
-from dask_gpurt.tracing.events import FETCH
+from dask_gpurt.tracing.lane_names import FETCH
 from dask_gpurt.tracing.report.event_columns import MESSAGE
 from dask_gpurt.tracing.report.host_rows import HostRow
 from dask_gpurt.tracing.report.rules.findings import Findings
