@@ -18,6 +18,7 @@ from dask_gpurt.plugins import worker
 from dask_gpurt.plugins.shuffle import worker_ucx
 from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.transport import shared
+from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, before, from_call, pass_gate
@@ -188,13 +189,13 @@ def test_remote_peers_use_ucx(ucx, client, no_peer_in_view):
 def engines(ucx, monkeypatch):
     """Return a list of all UCX engines that this process has started."""
     started = []
-    start = worker_ucx.UcxEngine.start
+    start = UcxEngine.start
 
     async def start_and_note(*args):
         started.append(await start(*args))
         return started[-1]
 
-    monkeypatch.setattr(worker_ucx.UcxEngine, "start", start_and_note)
+    monkeypatch.setattr(UcxEngine, "start", start_and_note)
     return started
 
 
