@@ -33,6 +33,8 @@ class Clocks:
         self._scheduler = scheduler
         self._room = asyncio.Semaphore(_N_AT_ONCE)
         self._repeating: asyncio.Task[None] | None = None
+        #: Comparisons that nobody waits for.
+        self._later: set[asyncio.Task[None]] = set()
 
     def begin(self, workers: Callable[[], Sequence[WorkerTrace]]) -> None:
         """Compare the clocks of workers regularly until `stop`."""
@@ -47,6 +49,16 @@ class Clocks:
     def stop(self) -> None:
         if self._repeating is not None:
             self._repeating.cancel()
+        for one in self._later:
+            one.cancel()
+
+    def compare_later(self, worker: WorkerTrace) -> None:
+        """Compare the clock of a worker in the background."""
+        comparing = asyncio.create_task(
+            self.compare([worker], N_AT_ENDS), name="gpurt-trace-joined"
+        )
+        self._later.add(comparing)
+        comparing.add_done_callback(self._later.discard)
 
     async def compare(self, workers: Sequence[WorkerTrace], n: int) -> None:
         """Exchange clocks with workers, at most so many times each; keep the quickest exchange."""

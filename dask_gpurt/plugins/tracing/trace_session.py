@@ -207,10 +207,14 @@ class TraceSession(SchedulerPlugin):
             if self.ended_s is not None:
                 found.problem = "it joined as the trace ended"
             found.has_begun = True
-            if found.problem is None:
-                # The worker waits for this, so that the exchanges are quick. One that joins has no
-                # work yet.
+            if found.problem is not None:
+                return
+            if found.joined_s is None:
+                # The worker waits for this, so that the exchanges are quick.
                 await self._clocks.compare([found], N_AT_ENDS)
+            else:
+                # A worker that joins answers nobody before it has started, and waits for this.
+                self._clocks.compare_later(found)
 
     async def gpurt_trace_left(
         self, worker: str, trace: str, offset: int, part: bytes, described: Any
