@@ -1,4 +1,4 @@
-"""Names of the lanes of a trace, and of the paths in them.
+"""Names of the lanes of a trace, of the paths in them, and of a sample.
 
 Code that records events needs these alone: `tracing.events` has the records of a whole trace, and
 workers that are not traced do without them.
@@ -18,3 +18,5 @@ SEND, RECEIVE, RELAY, UNSENT = "send", "receive", "relay", "unsent"
 #: All messages have numbers. Those with another path than these were sent, and their peer has an
 #: entry with the path `RECEIVE` and the same number.
 NOT_SENDS = (RECEIVE, UNSENT)
+#: Name of a regular sample of each worker: the share of a core that its process uses.
+CPU = "cpu"

@@ -31,7 +31,7 @@ from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from dask_gpurt.plugins.weak_handlers import weak_handler
 from dask_gpurt.tracing.clocks import clock_later_s
-from dask_gpurt.tracing.lane_names import FETCH
+from dask_gpurt.tracing.lane_names import CPU, FETCH
 from dask_gpurt.tracing.records import RecordEncoder
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class TracedWorker:
     def _values(self) -> Iterator[tuple[str, float]]:
         """Yield what is sampled: bytes, bytes a second, and the share of a core."""
         worker = self._worker
-        yield "cpu", self._process.cpu_percent() / 100
+        yield CPU, self._process.cpu_percent() / 100
         yield "bytes: process", self._process.memory_info().rss
         runtime = worker.extensions.get(NAME)
         sent, received = worker.transfer_outgoing_bytes_total, self._fetched_nbytes

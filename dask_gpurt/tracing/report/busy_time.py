@@ -80,6 +80,18 @@ class Coverage:
         return max(0.0, self.until(end_s) - self.until(start_s))
 
 
+def late(times_s: Column) -> Coverage:
+    """Return for how long each of some regular events was late.
+
+    An event is late if it comes after more than twice the usual time. It was due at the usual time.
+    """
+    times_s = np.sort(times_s)
+    between_s = np.diff(times_s)
+    usual_s = float(np.median(between_s)) if len(between_s) else 0.0
+    is_late = between_s > 2 * usual_s
+    return Coverage(times_s[:-1][is_late] + usual_s, times_s[1:][is_late])
+
+
 def crowded(start_s: Column, end_s: Column, at_least: int) -> Coverage:
     """Return the time in which at least so many intervals were open."""
     times = np.concatenate([start_s, end_s])

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.tracing.lane_names import FETCH, PHASE
-from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded
+from dask_gpurt.tracing.lane_names import CPU, FETCH, PHASE
+from dask_gpurt.tracing.report.busy_time import Column, Coverage, crowded, late
 from dask_gpurt.tracing.report.event_columns import Columns, is_barrier
 from dask_gpurt.tracing.report.grouped_rows import GroupedRows
 
@@ -112,6 +112,10 @@ class TaskStories:
         is_fetch = hops.kind == hops.kinds.index(FETCH)
         self._fetches = GroupedRows(hops.receiver, np.flatnonzero(is_fetch), hops.end_s)
         self._covered: dict[tuple[str, int], Coverage] = {}
+        self._samples: dict[int, list[float]] = {}
+        for sample in columns.trace.samples:
+            if sample.name == CPU:
+                self._samples.setdefault(sample.process, []).append(sample.at_s)
         messages = np.flatnonzero(~is_fetch)
         links = hops.source[messages].astype(np.int64) << 32 | hops.target[messages]
         self._links = {
@@ -134,7 +138,7 @@ class TaskStories:
         """
         tasks = self._columns.tasks
         back.task = i
-        back.to(tasks.end_s[i], SCHEDULER)
+        self._message(tasks.end_s[i], int(tasks.process[i]), back)
         self._while_running(i, back)
         holder = self._holder(i)
         freed_s = -1.0 if holder is None else float(tasks.free_s[holder])
@@ -227,7 +231,8 @@ class TaskStories:
             else:
                 # It may have waited at another worker, until this one took it over.
                 taken_s = self._all_busy.between(assigned_s, here_s)
-                back.divide(assigned_s, [(THREAD, "", taken_s)], SCHEDULER)
+                back.to(here_s - taken_s, THREAD)
+                self._message(assigned_s, process, back)
             return
         link = self._link(int(hops.sender[row]), process)
         back.to(max(hops.start_s[row], assigned_s), NETWORK, link)
@@ -255,6 +260,11 @@ class TaskStories:
             taken_s = 0.0
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
         return None
+
+    def _message(self, sent_s: float, process: int, back: Backwards) -> None:
+        """A message goes between the scheduler and a worker; that may be too busy to handle it."""
+        busy_s = self._blocked(process).between(float(sent_s), back.now_s)
+        back.divide(sent_s, [(WORKER, "", busy_s)], SCHEDULER)
 
     def _last_fetch(self, i: int, assigned_s: float, here_s: float) -> int | None:
         """Return the fetch that brought the last input of a task; None if none is known."""
@@ -319,6 +329,12 @@ class TaskStories:
                 tasks.assigned_s[rows], tasks.known_s[rows], self._columns.n_threads(process)
             )
         return self._covered["full", process]
+
+    def _blocked(self, process: int) -> Coverage:
+        """Return when the event loop of a worker was busy: its regular samples came late."""
+        if ("blocked", process) not in self._covered:
+            self._covered["blocked", process] = late(np.array(self._samples.get(process, [])))
+        return self._covered["blocked", process]
 
     def _fetching(self, process: int) -> Coverage:
         hops = self._columns.hops

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dask_gpurt.tracing.events import LaneWork, TaskTimes
-from dask_gpurt.tracing.lane_names import FETCH
+from dask_gpurt.tracing.events import LaneWork, Sample, TaskTimes
+from dask_gpurt.tracing.lane_names import CPU, FETCH
 from dask_gpurt.tracing.report.critical_path import CriticalPath
 from dask_gpurt.tracing.report.task_stories import (
     CLIENT,
@@ -312,3 +312,20 @@ def test_the_summary_names_the_largest_parts():
         "of 41.2 s: 19.3 s computing, 12.0 s network host2 to host5, 6.0 s held by its worker, "
         "3.9 s scheduler"
     )
+
+
+def test_a_busy_worker_takes_messages_late():
+    made = MadeTrace(("a", 0), threads=1)
+    made.task("work", 0, 0.0, 3.0, 4.0, assigned_s=0.5, here_s=3.0, known_s=5.0)
+    # Samples are due each quarter of a second: none came from 0.75 to 3.0, or from 4.0 to 5.0.
+    at_s = [0.25, 0.5, 3.0, 3.25, 3.5, 3.75, 5.0, 5.25]
+    made.trace.samples = [Sample(0, CPU, at, 1.0) for at in at_s]
+    found = parts(path_of(made))
+    assert found == pytest.approx({COMPUTING: 1.0, WORKER: 2.25 + 1.0, SCHEDULER: 0.75})
+
+
+def test_one_late_sample_needs_others_before():
+    made = MadeTrace(("a", 0), threads=1)
+    made.task("work", 0, 0.0, 3.0, 4.0, assigned_s=0.0, here_s=3.0)
+    made.trace.samples = [Sample(0, CPU, 0.0, 1.0), Sample(0, CPU, 3.0, 1.0)]
+    assert parts(path_of(made)) == pytest.approx({COMPUTING: 1.0, SCHEDULER: 3.0})

@@ -10,12 +10,11 @@ import numpy as np
 
 from dask_gpurt.tracing.amounts import count_text, seconds_text
 from dask_gpurt.tracing.bottleneck import Bottleneck
+from dask_gpurt.tracing.lane_names import CPU
 from dask_gpurt.tracing.report.busy_time import Column, amount_over_time, crowded
 from dask_gpurt.tracing.report.rules.findings import Findings
 from dask_gpurt.tracing.report.task_stories import COMPUTING, WORKER
 
-#: Name of the samples: processors in use since the last sample.
-CPU = "cpu"
 #: Threads that run at the same time, and the processors that they use then, if they take turns.
 _TOGETHER, _ONE_AT_A_TIME = 1.5, (0.75, 1.3)
 #: Tasks work less than this share of their time if they use so few processors.
