@@ -54,10 +54,12 @@ def hosts(n: int) -> Iterator[list[str]]:
         yield names
 
 
-def shape(names: list[str], rate: str | None) -> None:
-    """Limit every host's link to a rate in both directions; None removes the limit."""
+def shape(names: list[str], rate: str | None, only: str | None = None) -> None:
+    """Limit the link of every host, or of one, to a rate in both directions; None: no limit."""
     bucket = f"root tbf rate {rate} burst 256kb latency 100ms"
     for number, name in enumerate(names, 1):
+        if only is not None and name != only:
+            continue
         for where, device in ((["-n", name], "eth0"), ([], f"gpurt-v{number}")):
             if rate is None:
                 with contextlib.suppress(subprocess.CalledProcessError):
