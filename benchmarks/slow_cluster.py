@@ -30,7 +30,8 @@ def main() -> None:
         if not options.without_slow_link:
             hosts.shape(names, SLOW_RATE, only=names[-1])
         with hosts.cluster(names) as client:
-            print(f"Connect to {client.scheduler.address}; Ctrl-C ends the cluster.", flush=True)
+            address = client.scheduler_info(n_workers=0)["address"]
+            print(f"Connect to {address}; Ctrl-C ends the cluster.", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
 

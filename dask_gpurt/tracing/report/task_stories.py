@@ -6,6 +6,7 @@ made of stories, and idle gaps are explained by them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ SAME_S = 0.01
 #: All threads of a busy worker run tasks at least once in such a time. Between two tasks, a thread
 #: is free for a moment, and then no other task waits for it.
 _OFTEN_S = 0.05
+#: Tasks for each thread that Dask's queue lets a worker have (`worker-saturation`).
+_SATURATION = 1.1
 #: Just before a time.
 _INSTANT_S = 1e-6
 #: Fetched inputs that are looked at, to find the one that a task waited for.
@@ -256,8 +259,11 @@ class TaskStories:
                 return last
         taken_s = full.between(ready_s, back.now_s)
         if full.between(back.now_s - _INSTANT_S, back.now_s) > 0:
-            # It was assigned although no thread was free, so it had not waited for one.
-            taken_s = 0.0
+            # It was assigned although no thread was free, so it had waited for none. But a long wait
+            # was in Dask's queue, which gives a worker a few tasks more than it has threads.
+            is_long = back.now_s - ready_s > PROMPT_S
+            queue = self._full(process, _SATURATION)
+            taken_s = queue.between(ready_s, back.now_s) if is_long else 0.0
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
         return None
 
@@ -321,14 +327,16 @@ class TaskStories:
             self._busy[process] = crowded(tasks.start_s[rows], tasks.free_s[rows], n_threads)
         return self._busy[process]
 
-    def _full(self, process: int) -> Coverage:
-        """Return when a worker had a task for each thread, as far as the scheduler knew."""
-        if ("full", process) not in self._covered:
+    def _full(self, process: int, saturation: float = 1.0) -> Coverage:
+        """Return when a worker had so many tasks for each thread, as far as the scheduler knew."""
+        name = f"full {saturation}"
+        if (name, process) not in self._covered:
             tasks, rows = self._columns.tasks, self._by_process[process]
-            self._covered["full", process] = crowded(
-                tasks.assigned_s[rows], tasks.known_s[rows], self._columns.n_threads(process)
+            n_tasks = math.ceil(saturation * self._columns.n_threads(process))
+            self._covered[name, process] = crowded(
+                tasks.assigned_s[rows], tasks.known_s[rows], n_tasks
             )
-        return self._covered["full", process]
+        return self._covered[name, process]
 
     def _blocked(self, process: int) -> Coverage:
         """Return when the event loop of a worker was busy: its regular samples came late."""

@@ -329,3 +329,12 @@ def test_one_late_sample_needs_others_before():
     made.task("work", 0, 0.0, 3.0, 4.0, assigned_s=0.0, here_s=3.0)
     made.trace.samples = [Sample(0, CPU, 0.0, 1.0), Sample(0, CPU, 3.0, 1.0)]
     assert parts(path_of(made)) == pytest.approx({COMPUTING: 1.0, SCHEDULER: 3.0})
+
+
+def test_a_queued_task_waits_for_a_thread_not_for_the_scheduler():
+    made = MadeTrace(("a", 0), threads=1)
+    for number in range(2):
+        made.task("first", 0, 0.0, number * 2.0, number * 2.0 + 2.0, assigned_s=0.0, here_s=0.0)
+    made.task("queued", 0, 0.0, 4.0, 5.0, assigned_s=1.0, here_s=4.0)
+    path = path_of(made)
+    assert SCHEDULER not in parts(path)
