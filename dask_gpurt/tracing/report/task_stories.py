@@ -259,8 +259,8 @@ class TaskStories:
                 return last
         taken_s = full.between(ready_s, back.now_s)
         if full.between(back.now_s - _INSTANT_S, back.now_s) > 0:
-            # It was assigned although no thread was free, so it had waited for none. But a long wait
-            # was in Dask's queue, which gives a worker a few tasks more than it has threads.
+            # No thread was free when it was assigned, so it had waited for none. A long wait was in
+            # Dask's queue, which gives a worker a few tasks more than it has threads.
             is_long = back.now_s - ready_s > PROMPT_S
             queue = self._full(process, _SATURATION)
             taken_s = queue.between(ready_s, back.now_s) if is_long else 0.0
