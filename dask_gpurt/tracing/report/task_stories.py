@@ -261,9 +261,9 @@ class TaskStories:
         if full.between(back.now_s - _INSTANT_S, back.now_s) > 0:
             # No thread was free when it was assigned, so it had waited for none. A long wait was in
             # Dask's queue, which gives a worker a few tasks more than it has threads.
-            is_long = back.now_s - ready_s > PROMPT_S
-            queue = self._full(process, _SATURATION)
-            taken_s = queue.between(ready_s, back.now_s) if is_long else 0.0
+            taken_s = 0.0
+            if back.now_s - ready_s > PROMPT_S:
+                taken_s = self._full(process, _SATURATION).between(ready_s, back.now_s)
         back.divide(ready_s, [(THREAD, "", taken_s)], SCHEDULER)
         return None
 

@@ -123,8 +123,8 @@ def _hop_rows(columns: Columns, keys: Column) -> list[TransferRow]:
     hops, ways = columns.hops, columns.work.ways
     bandwidths = _bandwidths(columns)
     moved = np.flatnonzero(hops.nbytes > 0)
-    _, group = _groups(keys[moved])
-    n = int(group.max(initial=-1)) + 1
+    found, group = _groups(keys[moved])
+    n = len(found)
     busy_s = busy_by_group(group, hops.start_s[moved], hops.wire_end_s[moved], n)
     counted = np.bincount(group, minlength=n)
     nbytes = np.bincount(group, hops.nbytes[moved], minlength=n)
