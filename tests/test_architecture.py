@@ -147,11 +147,17 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
 #: Packages and functions that only one module may name.
 ONLY_IN = {
     "distributed.shuffle": {
+        "plugins/patches/graphs/transfer_tasks.py",
         "plugins/patches/p2p_owners.py",
         "plugins/patches/p2p_restart.py",
         "plugins/patches/p2p.py",
     },
-    "dask._task_spec": {"plugins/patches/p2p.py", "plugins/patches/simulator.py"},
+    "dask._task_spec": {
+        "plugins/patches/graphs/graph_swap.py",
+        "plugins/patches/graphs/transfer_tasks.py",
+        "plugins/patches/p2p.py",
+        "plugins/patches/simulator.py",
+    },
     "pandas._libs": {"frames/gather.py"},
     "IPython": {"command/live/live_view.py"},
     "bokeh": {"plugins/dashboard/drawing.py"},

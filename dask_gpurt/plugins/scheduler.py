@@ -33,6 +33,7 @@ from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
 from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.plugins.placement.roots.grouped_inputs import GroupedInputs
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
@@ -81,8 +82,7 @@ class GpurtScheduler(SchedulerPlugin):
     idempotent = True
 
     def __init__(self, settings: Settings, version: str) -> None:
-        self.settings = settings
-        self.version = version
+        self.settings, self.version = settings, version
         self._registering_workers: asyncio.Future[Any] | None = None
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -155,12 +155,12 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
-        is_ready = self.ready.__contains__
         self._lost_values = LostValues(scheduler)
         self._replaced: list[Any] = [
-            p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, is_ready),
+            p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, self.ready.__contains__),
             Restarts(scheduler),
             OutputOwners(scheduler),
+            GroupedInputs(scheduler),
         ]
         if self.settings.collectives.enabled:
             told = self.ready, self._wait_for_reports, lambda: self.settings

@@ -13,6 +13,7 @@ import pandas as pd
 import psutil
 import pytest
 from dask import dataframe as dd
+from distributed import wait
 
 import dask_gpurt
 from tests.failure.gates import Gate, pass_gate, until
@@ -69,6 +70,8 @@ def test_killed_workers_leave_no_files_or_memory(tmp_path: Path, where: str, nan
             dask_gpurt.enable(client)
             (pid,) = client.run(os.getpid).values()
             blocks = client.map(make_block, range(20))
+            with client.as_current():
+                wait(blocks, timeout=HANG_S)
             rows = np.random.default_rng(0).integers(0, 1000, 50_000)
             frame = dd.from_pandas(pd.DataFrame({"key": rows}), npartitions=8)
             with client.as_current(), dask.config.set({"dataframe.shuffle.method": "p2p"}):

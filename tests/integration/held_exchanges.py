@@ -50,7 +50,7 @@ def transferred(s):
     return sum(
         task.state == "memory"
         for task in s.tasks.values()
-        if task.prefix.name in ("shuffle-transfer", "rechunk-transfer")
+        if task.prefix.name.endswith(("shuffle-transfer", "rechunk-transfer"))
     )
 
 

@@ -116,7 +116,8 @@ async def test_a_trace_has_tasks_phases_fetches_and_samples(c, s, *workers):
             samples = {one: len(list(one.extensions[TRACE]._values())) for one in workers}
     trace = traced.trace
     tasks = {task.number: task for task in trace.tasks}
-    assert {task.key for task in trace.tasks} >= {"inc", "shuffle-transfer", "shuffle-barrier"}
+    assert {task.key for task in trace.tasks} >= {"inc", "shuffle-barrier"}
+    assert any(task.key.endswith("shuffle-transfer") for task in trace.tasks)
     (second,) = [task for task in trace.tasks if task.key == "inc" and task.needs]
     assert tasks[second.needs[0]].key == "inc"
     for task in trace.tasks:
@@ -481,7 +482,7 @@ async def test_files_come_in_bounded_pieces(c, s, *workers):
         tempfile.TemporaryDirectory() as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(traced_worker, "PART_NBYTES", 1000)
+        patch.setattr(traced_worker, "PART_NBYTES", 500)
         sizes: list[int] = []
         async with dask_gpurt.trace(c, f"{folder}/1.json") as traced:
             await c.compute(shuffled())

@@ -257,18 +257,22 @@ def active_shuffles(scheduler: Scheduler) -> Collection[str]:
 
 
 def how_far(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
-    """Return how many tasks before and after its barrier each shuffle with a run has done.
+    """Return how many inputs and outputs each shuffle with a run has, and how many are done.
 
     An output that is computed and forgotten counts neither as an output nor as done.
     """
+    # Imported here: workers import this module, too.
+    from dask_gpurt.plugins.patches.graphs.transfer_tasks import n_inputs
+
     found = {}
     for shuffle_id in active_shuffles(scheduler):
         barrier = scheduler.tasks.get(barrier_key(ShuffleId(shuffle_id)))
         if barrier is not None:
-            n_inputs, n_outputs = len(barrier.dependencies), len(barrier.dependents)
+            inputs = {task: n_inputs(task.run_spec) for task in barrier.dependencies}
+            left, n_outputs = barrier.waiting_on or (), len(barrier.dependents)
             found[shuffle_id] = {
-                "inputs": n_inputs,
-                "inputs_done": n_inputs - len(barrier.waiting_on or ()),
+                "inputs": sum(inputs.values()),
+                "inputs_done": sum(n for task, n in inputs.items() if task not in left),
                 "is_delivered": barrier.state == "memory",
                 "outputs": n_outputs,
                 "outputs_done": n_outputs - len(barrier.waiters or ()),

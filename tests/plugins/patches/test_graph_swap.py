@@ -6,10 +6,13 @@ import inspect
 
 import dask
 import dask.array as da
+import dask.dataframe as dd
 import distributed.scheduler
 import numpy as np
+import pandas as pd
 import pytest
 from dask._expr import HLGExpr, HLGFinalizeCompute, _HLGExprSequence
+from dask._task_spec import Task
 from dask.array.optimization import optimize
 from distributed import Scheduler
 from distributed.utils_test import gen_cluster
@@ -121,6 +124,60 @@ async def test_other_schedulers_of_the_process_are_untouched(c, s, a):
         assert (len(seen.calls), len(others.calls)) == (1, 0)
         swap.uninstall()
         second.uninstall()
+
+
+class SeenTasks:
+    """A change of tasks that records what it is called with."""
+
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
+
+    def __call__(self, tasks, wanted, annotations):
+        self.calls.append((dict(tasks), wanted, annotations))
+        if self.error is not None:
+            raise self.error
+        return {key: Task(key, lambda: 5) for key in wanted}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_tasks_of_all_graphs_are_seen(c, s, a):
+    seen = SeenTasks()
+    swap = GraphSwap(s, tasks=seen)
+    with dask.annotate(priority=3):
+        total = sums()[0]
+    assert await c.compute(total, optimize_graph=False) == 5
+    frame = dd.from_pandas(pd.DataFrame({"x": [1]}), npartitions=1)
+    assert await c.compute(frame.x.sum()) == await c.submit(int) == 5
+    assert [wanted <= tasks.keys() for tasks, wanted, _ in seen.calls] == [True] * 3
+    assert {*seen.calls[0][2]["priority"].values()} == {3}
+    swap.uninstall()
+    assert await c.submit(str) == ""
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_an_error_leaves_tasks_as_they_are(c, s, a):
+    seen = SeenTasks(ValueError("of ours"))
+    swap = GraphSwap(s, tasks=seen)
+    assert await c.compute(sums()[0]) == 66
+    assert len(seen.calls) == 1
+    swap.uninstall()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_several_functions_change_a_graph(first):
+    @gen_cluster(client=True, nthreads=[("", 1)])
+    async def test(c, s, a):
+        layers, tasks = Seen(), SeenTasks()
+        swaps = [GraphSwap(s, layers), GraphSwap(s, tasks=tasks)]
+        assert await c.compute(sums()[0]) == 5
+        assert len(layers.calls) == len(tasks.calls) == 1
+        swaps.pop(first).uninstall()
+        await c.compute(sums()[1])
+        assert (len(layers.calls), len(tasks.calls)) == ((1, 2), (2, 1))[first]
+        swaps.pop().uninstall()
+        assert s.stream_handlers["update-graph"] == s.update_graph
+
+    test()
 
 
 def test_the_function_of_the_process_is_restored():

@@ -7,8 +7,9 @@ The function that optimises is the client's: `array_optimize` of its configurati
 |---|---|---|
 | stream handler `update-graph` | tells for which scheduler a graph is made into tasks
 | `GraphSwap.uninstall` |
-| `distributed.scheduler._materialize_graph` | layers can be changed before they are optimised
-| `GraphSwap.uninstall`, or the end of the last scheduler of the process that uses it |
+| `distributed.scheduler._materialize_graph` | layers can be changed before they are optimised, and
+tasks before the scheduler has them | `GraphSwap.uninstall`, or the end of the last scheduler of the
+process that uses it |
 | `HLGExpr`, `_HLGExprSequence` and `low_level_optimizer` of `dask._expr` | where the layers are,
 and the function that optimises them; the function is wrapped in the scheduler's copy | |
 
@@ -22,14 +23,15 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed.scheduler
 from dask._expr import HLGExpr, _HLGExprSequence
 
 if TYPE_CHECKING:
+    from dask._task_spec import GraphNode
     from dask.highlevelgraph import HighLevelGraph
     from distributed import Scheduler
 
@@ -37,9 +39,34 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Returns layers to use in place of these, for such keys; may be called in another thread.
 Rewrite = Callable[["HighLevelGraph", Sequence[Any]], "HighLevelGraph"]
+#: Returns tasks to use in place of these. Gets the keys that a client wants, and by kind the
+#: annotations of keys. May be called in another thread.
+TaskRewrite = Callable[
+    [dict[Any, "GraphNode"], Collection[Any], Mapping[str, Mapping[Any, Any]]],
+    dict[Any, "GraphNode"],
+]
 
-#: In the context of a graph that arrives: what its scheduler makes of layers.
-_rewrite: ContextVar[Rewrite | None] = ContextVar("_rewrite", default=None)
+
+class _Arriving(NamedTuple):
+    """A graph that arrives.
+
+    Attributes
+    ----------
+    swaps
+        They may change it.
+    wanted
+        Keys that its client wants.
+    reads_keys
+        Whether an annotation is a function of keys. It would not know keys of other tasks.
+    """
+
+    swaps: tuple[GraphSwap, ...]
+    wanted: frozenset[Any]
+    reads_keys: bool
+
+
+#: In the context of a graph that arrives.
+_arriving: ContextVar[_Arriving | None] = ContextVar("_arriving", default=None)
 
 
 class _RewritingOptimizer:
@@ -65,6 +92,17 @@ def _prepare(expr: Any, rewrite: Rewrite) -> None:
                 one.low_level_optimizer = _RewritingOptimizer(stock, rewrite)
 
 
+def _changed(tasks: Any, annotations: Any, arriving: _Arriving) -> Any:
+    """Return tasks after all changes. One that fails leaves them as they are."""
+    for swap in () if arriving.reads_keys else arriving.swaps:
+        if swap.tasks is not None:
+            try:
+                tasks = swap.tasks(tasks, arriving.wanted, annotations)
+            except Exception:
+                logger.exception("the tasks of a graph could not be examined; they run as they are")
+    return tasks
+
+
 class _ReplacedFunction:
     """The patch of this process, and the number of schedulers that use it."""
 
@@ -82,9 +120,13 @@ class _ReplacedFunction:
 
                 @functools.wraps(stock)
                 def materialize(expr: Any, validate: bool) -> Any:
-                    if (rewrite := _rewrite.get()) is not None:
-                        _prepare(expr, rewrite)
-                    return stock(expr=expr, validate=validate)
+                    if (arriving := _arriving.get()) is None:
+                        return stock(expr=expr, validate=validate)
+                    for swap in arriving.swaps:
+                        if swap.layers is not None:
+                            _prepare(expr, swap.layers)
+                    tasks, annotations = stock(expr=expr, validate=validate)
+                    return _changed(tasks, annotations, arriving), annotations
 
                 distributed.scheduler._materialize_graph = materialize
 
@@ -98,27 +140,59 @@ class _ReplacedFunction:
 _replaced = _ReplacedFunction()
 
 
+class _Handler:
+    """Takes graphs from clients in place of a scheduler's handler, for all its swaps."""
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.stock = stock
+        self.swaps: list[GraphSwap] = []
+
+    async def update_graph(self, **message: Any) -> None:
+        said = message.get("annotations") or {}
+        arriving = _Arriving(
+            tuple(self.swaps), frozenset(message["keys"]), any(map(callable, said.values()))
+        )
+        token = _arriving.set(arriving)
+        try:
+            await self.stock(**message)
+        finally:
+            _arriving.reset(token)
+
+
 class GraphSwap:
-    """The patch that lets a function change the layers of programs, until `uninstall`."""
+    """The patch that lets functions change the graphs of programs, until `uninstall`.
 
-    def __init__(self, scheduler: Scheduler, rewrite: Rewrite) -> None:
+    Parameters
+    ----------
+    layers
+        Changes layers of collections before they are optimised.
+    tasks
+        Changes tasks before the scheduler has them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        layers: Rewrite | None = None,
+        tasks: TaskRewrite | None = None,
+    ) -> None:
+        self.layers, self.tasks = layers, tasks
         self._handlers: dict[str, Any] = scheduler.stream_handlers
-        self._stock = stock = self._handlers["update-graph"]
-
-        async def update_graph(**message: Any) -> None:
-            token = _rewrite.set(rewrite)
-            try:
-                await stock(**message)
-            finally:
-                _rewrite.reset(token)
-
-        self._ours = self._handlers["update-graph"] = update_graph
+        stock = self._handlers["update-graph"]
+        owner = getattr(stock, "__self__", None)
+        self._handler = owner if isinstance(owner, _Handler) else _Handler(stock)
+        # distributed awaits functions only, so this is a method of the object.
+        self._handlers["update-graph"] = self._handler.update_graph
+        self._handler.swaps.append(self)
         _replaced.acquire()
         # A scheduler that closes does not uninstall.
         self._finalizer = weakref.finalize(scheduler, _replaced.release)
 
     def uninstall(self) -> None:
-        """Restore stock Dask's functions."""
-        if self._handlers.get("update-graph") is self._ours:
-            self._handlers["update-graph"] = self._stock
+        """Restore stock Dask's functions, unless others change graphs as well."""
+        if self in self._handler.swaps:
+            self._handler.swaps.remove(self)
+        ours = self._handlers.get("update-graph") == self._handler.update_graph
+        if ours and not self._handler.swaps:
+            self._handlers["update-graph"] = self._handler.stock
         self._finalizer()

@@ -1,0 +1,197 @@
+"""Tasks that hand inputs to a shuffle: find them in a graph, and write fewer of them.
+
+Dask gives each input a task that makes it and a task that hands it to the shuffle. In arrays, Dask
+makes one task of both; here all shuffles get that. A task may hand over several inputs, too, one
+after the other, so that one input at a time is in memory.
+
+`placement.input_groups` decides which inputs go together.
+
+| what | why | taken back by |
+|---|---|---|
+| `P2PBarrierTask` with `.func`, `.args`, `.spec` | its inputs are the tasks that hand over; one
+with fewer inputs is written | |
+| `Task.fuse`, `Alias`, `TaskRef`, `GraphNode.block_fusion` | tasks are put into one | |
+| `DataNode.value` | the size of data that a task carries | |
+| `_execute_subgraph` of `dask._task_spec` | tells how many inputs a task hands over | |
+| `TaskState.run_spec` | a shuffle that the scheduler has keeps its tasks | |
+| `Scheduler.stimulus_task_finished` | ignores results of earlier attempts | |
+
+Contract tests in `tests/plugins/patches/test_transfer_tasks.py` fail when dask or distributed
+changes any of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dask._task_spec import Alias, DataNode, Task, TaskRef, _execute_subgraph
+from dask.sizeof import sizeof
+from dask.utils import key_split
+from distributed.shuffle._core import P2PBarrierTask
+
+if TYPE_CHECKING:
+    from dask._task_spec import GraphNode
+    from distributed.scheduler import TaskState
+
+#: Tasks of a program, by key.
+Graph = dict[Any, "GraphNode"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A task that hands an input to a shuffle, after the tasks that only it needs.
+
+    Attributes
+    ----------
+    tasks
+        In the order in which they run.
+    is_annotated
+        Whether the last task has annotations. It then keeps its key, and the chain is that task.
+    """
+
+    tasks: tuple[GraphNode, ...]
+    is_annotated: bool
+
+    @property
+    def key(self) -> Any:
+        return self.tasks[-1].key
+
+    def key_of_all(self) -> Any:
+        """Return a key that names the first task as well, as Dask names tasks that it fuses."""
+        made = [key_split(task.key) for task in self.tasks if not isinstance(task, Alias)]
+        if len(made) < 2:
+            return self.key
+        name, *numbers = self.key if isinstance(self.key, tuple) else (self.key,)
+        name = f"{made[0]}-{name}"
+        return (name, *numbers) if numbers else name
+
+    @property
+    def inputs(self) -> set[Any]:
+        """Keys that these tasks need of others."""
+        own = {task.key for task in self.tasks}
+        return {key for task in self.tasks for key in task.dependencies} - own
+
+    @property
+    def carried_nbytes(self) -> int:
+        """Bytes of data that are in these tasks, as a client sent them."""
+        return sum(sizeof(task.value) for task in self.tasks if isinstance(task, DataNode))
+
+
+def barriers(graph: Graph) -> list[P2PBarrierTask]:
+    """Return the task of each shuffle that all its inputs lead to."""
+    return [task for task in graph.values() if isinstance(task, P2PBarrierTask)]
+
+
+class ChainFinder:
+    """Finds the chains of the shuffles of a graph.
+
+    Parameters
+    ----------
+    wanted
+        Keys that a client wants: these tasks stay.
+    annotations
+        By kind, the values of keys.
+    """
+
+    def __init__(
+        self, graph: Graph, wanted: Collection[Any], annotations: Mapping[str, Mapping[Any, Any]]
+    ) -> None:
+        self._graph, self._wanted = graph, wanted
+        self._annotations = [kind for kind in annotations.values() if kind]
+        self._n_dependents = Counter(key for task in graph.values() for key in task.dependencies)
+        self._barriers = {barrier.key for barrier in barriers(graph)}
+
+    def chains(self, barrier: P2PBarrierTask) -> list[Chain] | None:
+        """Return the chains that end at a shuffle, in the order of its inputs.
+
+        Returns
+        -------
+        list of Chain or None
+            None if a task that hands over is missing, or serves something else as well.
+        """
+        found = []
+        for key in filter(None, map(_referred, barrier.args)):
+            task = self._graph.get(key)
+            if task is None or key in self._wanted or self._n_dependents[key] > 1:
+                return None
+            is_annotated = self._is_annotated(key)
+            tasks = [task] if is_annotated else [*self._upwards(task)]
+            found.append(Chain(tuple(reversed(tasks)), is_annotated))
+        return found
+
+    def _upwards(self, task: GraphNode) -> Iterator[GraphNode]:
+        """Yield a task, and each task before it that only the one after it needs."""
+        yield task
+        while len(task.dependencies) == 1 and not task.block_fusion:
+            (key,) = task.dependencies
+            before = self._graph.get(key)
+            if before is None or before.block_fusion:
+                return
+            if self._n_dependents[key] > 1 or key in self._wanted:
+                return
+            # An output of another shuffle runs where its owner is, and again if that one restarts.
+            if self._barriers & before.dependencies or self._is_annotated(key):
+                return
+            yield before
+            task = before
+
+    def _is_annotated(self, key: Any) -> bool:
+        return any(key in kind for kind in self._annotations)
+
+
+def _referred(arg: Any) -> Any:
+    """Return the key of the task that an argument stands for; None if it is a value."""
+    if isinstance(arg, Alias):
+        return arg.target
+    return arg.key if isinstance(arg, TaskRef) else None
+
+
+def write(graph: Graph, barrier: P2PBarrierTask, groups: Sequence[Sequence[Chain]]) -> None:
+    """Put one task in place of each group of chains, named after the first chain."""
+    keys = []
+    for group in groups:
+        tasks = [task for chain in group for task in chain.tasks]
+        for task in tasks:
+            del graph[task.key]
+        key = group[0].key_of_all()
+        if len(group) > 1:
+            # All are of one run: a restart runs the whole task again, and the scheduler ignores the
+            # result of an earlier attempt.
+            tasks.append(Task(("run-id", key), min, *(TaskRef(chain.key) for chain in group)))
+        graph[key] = Task.fuse(*tasks, key=key)
+        keys.append(key)
+    others = [arg for arg in barrier.args if _referred(arg) is None]
+    graph[barrier.key] = P2PBarrierTask(
+        barrier.key, barrier.func, *others, *map(TaskRef, keys), spec=barrier.spec
+    )
+
+
+def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskState]) -> bool:
+    """Put the tasks in place that a scheduler has for a shuffle; return whether it has them.
+
+    A task of a scheduler keeps its inputs, so a shuffle is always written as it was first.
+    """
+    known = tasks.get(barrier.key)
+    spec = known.run_spec if known is not None else None
+    if not isinstance(spec, P2PBarrierTask):
+        return False
+    found = {}
+    for key in spec.dependencies:
+        one = tasks.get(key)
+        if one is None or one.run_spec is None:
+            return False
+        found[key] = one.run_spec
+    graph.update({**found, barrier.key: spec})
+    return True
+
+
+def n_inputs(task: Any) -> int:
+    """Return how many inputs a task hands to a shuffle."""
+    if isinstance(task, Task) and task.func is _execute_subgraph:
+        last = next(reversed(task.args[0].values()))
+        if isinstance(last, Task) and last.func is min:
+            return len(last.dependencies)
+    return 1
