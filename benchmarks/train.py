@@ -50,7 +50,8 @@ def descend(comm: Any, blocks: list[Any], n_steps: int) -> Any:
     """Logistic regression on the blocks of each rank."""
     w = np.zeros(N_COLUMNS)
     for _ in range(n_steps):
-        w -= comm.allreduce(sum(gradient(x, y, w) for x, y in blocks)) / N_ROWS
+        parts = (gradient(x, y, w) for x, y in blocks)
+        w -= comm.allreduce(sum(parts, start=np.zeros(N_COLUMNS))) / N_ROWS
     return w
 
 
