@@ -3,11 +3,14 @@
 Every task costs the scheduler and its worker about a millisecond, so hundreds of small inputs take
 longer to schedule than to move. One task can hand over several, one after the other. Enough tasks
 must be left to keep all threads busy to the end, and to let other workers take some of them.
+
+Inputs that are made on the way keep a task each. Nobody knows how long it takes to make them, and
+a cluster that grows meanwhile needs tasks for its new workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 #: Least tasks that are left for each thread. A thread that gets one too many, while the others are
@@ -25,25 +28,25 @@ class ShuffleInput(NamedTuple):
     Attributes
     ----------
     holder
-        The worker that has the data that the input is made of; None if it is made of none.
+        A worker that has the data that the input is made of.
     nbytes
         Bytes of that data.
     is_alone
         Whether a task of its own must hand over this input.
     """
 
-    holder: str | None = None
+    holder: str = ""
     nbytes: int = 0
     is_alone: bool = False
 
 
-def grouped(inputs: Sequence[ShuffleInput], n_threads: Mapping[str, int]) -> list[list[int]]:
+def grouped(inputs: Sequence[ShuffleInput], n_threads: int) -> list[list[int]]:
     """Return the inputs, by number, that each task hands over.
 
     Parameters
     ----------
     n_threads
-        Threads of each worker.
+        Threads of the cluster.
 
     Returns
     -------
@@ -51,13 +54,13 @@ def grouped(inputs: Sequence[ShuffleInput], n_threads: Mapping[str, int]) -> lis
         Each number appears once. Numbers rise within a task, and so do the first ones.
     """
     groups = [[number] for number, one in enumerate(inputs) if one.is_alone]
-    of_holder: dict[str | None, list[int]] = {}
+    # A worker that has many inputs may leave some to others, so all threads count.
+    most = min(MOST_INPUTS, len(inputs) // (TASKS_PER_THREAD * n_threads)) if n_threads else 1
+    of_holder: dict[str, list[int]] = {}
     for number, one in enumerate(inputs):
         if not one.is_alone:
             of_holder.setdefault(one.holder, []).append(number)
-    for holder, numbers in of_holder.items():
-        threads = sum(n_threads.values()) if holder is None else n_threads.get(holder, 1)
-        most = min(MOST_INPUTS, len(numbers) // max(TASKS_PER_THREAD * threads, 1))
+    for numbers in of_holder.values():
         groups += _cut(numbers, inputs, most)
     return sorted(groups)
 

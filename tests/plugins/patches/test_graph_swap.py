@@ -14,7 +14,7 @@ import pytest
 from dask._expr import HLGExpr, HLGFinalizeCompute, _HLGExprSequence
 from dask._task_spec import Task
 from dask.array.optimization import optimize
-from distributed import Scheduler
+from distributed import Client, Scheduler, wait
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, _ReplacedFunction
@@ -132,8 +132,8 @@ class SeenTasks:
     def __init__(self, error=None):
         self.calls, self.error = [], error
 
-    def __call__(self, tasks, wanted, annotations):
-        self.calls.append((dict(tasks), wanted, annotations))
+    def __call__(self, tasks, wanted, annotations, may_fuse):
+        self.calls.append((dict(tasks), wanted, annotations, may_fuse))
         if self.error is not None:
             raise self.error
         return {key: Task(key, lambda: 5) for key in wanted}
@@ -148,10 +148,41 @@ async def test_tasks_of_all_graphs_are_seen(c, s, a):
     assert await c.compute(total, optimize_graph=False) == 5
     frame = dd.from_pandas(pd.DataFrame({"x": [1]}), npartitions=1)
     assert await c.compute(frame.x.sum()) == await c.submit(int) == 5
-    assert [wanted <= tasks.keys() for tasks, wanted, _ in seen.calls] == [True] * 3
+    assert [wanted <= tasks.keys() for tasks, wanted, *_ in seen.calls] == [True] * 3
     assert {*seen.calls[0][2]["priority"].values()} == {3}
+    assert all(may_fuse for *_, may_fuse in seen.calls)
     swap.uninstall()
     assert await c.submit(str) == ""
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_programs_that_name_single_tasks_are_told_apart(c, s, a):
+    seen = SeenTasks()
+    swap = GraphSwap(s, tasks=seen)
+    with dask.annotate(priority=lambda key: 1):
+        await c.compute(sums()[0])
+    await c.compute(sums()[1], retries=2)
+    await c.submit(dict, actor=True)
+    with dask.annotate(priority=1):
+        await c.compute(sums()[0])
+    assert [may_fuse for *_, may_fuse in seen.calls] == [False, False, False, True]
+    swap.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_graph_is_changed_after_the_one_before_is_there(c, s, a):
+    seen = []
+
+    def known(tasks, wanted, annotations, may_fuse):
+        seen.append({*s.tasks})
+        return tasks
+
+    swap = GraphSwap(s, tasks=known)
+    async with Client(s.address, asynchronous=True) as other:
+        futures = [one.submit(int, n, pure=False) for n, one in enumerate([c, other] * 3)]
+        await wait(futures)
+    assert [len(one) for one in seen] == [*range(6)]
+    swap.uninstall()
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])

@@ -19,12 +19,14 @@ from dask._task_spec import (
     execute_graph,
 )
 from dask.base import collections_to_expr
+from dask.utils import key_split
 from distributed import Scheduler
 from distributed.shuffle._core import P2PBarrierTask, p2p_barrier
 
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     ChainFinder,
     barriers,
+    culled,
     keep_known,
     n_inputs,
     write,
@@ -79,15 +81,15 @@ def test_every_input_is_handed_over_by_one_task(p2p, name, size):
     graph = tasks_of(programs()[name][0])
     new = dict(graph)
     for barrier in barriers(graph):
-        chains = ChainFinder(graph, (), {}).chains(barrier)
+        chains = ChainFinder(graph, (), (), {}).chains(barrier)
         assert len(chains) == len(barrier.dependencies)
         groups = [chains[i : i + size] for i in range(0, len(chains), size)]
         write(new, barrier, groups)
         written = new[barrier.key]
         assert isinstance(written, P2PBarrierTask) and written.spec is barrier.spec
-        keys = [group[0].key_of_all() for group in groups]
-        assert written.dependencies == {*keys}
-        assert [n_inputs(new[key]) for key in keys] == [len(one) for one in groups]
+        assert len(written.dependencies) == len(groups)
+        sizes = [n_inputs(new[key]) for key in written.dependencies]
+        assert sorted(sizes) == sorted(map(len, groups))
     assert len(new) < len(graph)
     assert {key for task in new.values() for key in task.dependencies} <= new.keys()
 
@@ -105,16 +107,17 @@ def chain_graph(**more) -> dict:
     return {**graph, **more}
 
 
-def chain(graph: dict, wanted=(), annotations=None) -> list[str] | None:
-    chains = ChainFinder(graph, wanted, annotations or {}).chains(graph["shuffle-barrier-a"])
+def chain(graph: dict, wanted=(), known=(), annotations=None) -> list[str] | None:
+    finder = ChainFinder(graph, wanted, known, annotations or {})
+    chains = finder.chains(graph["shuffle-barrier-a"])
     return None if chains is None else [task.key for task in chains[0].tasks]
 
 
 def test_tasks_that_serve_nothing_else_are_one_chain():
     assert chain(chain_graph()) == ["made", "changed", "handed"]
-    (found,) = ChainFinder(chain_graph(), (), {}).chains(chain_graph()["shuffle-barrier-a"])
+    (found,) = ChainFinder(chain_graph(), (), (), {}).chains(chain_graph()["shuffle-barrier-a"])
     assert found.inputs == set()
-    assert (found.key, found.key_of_all()) == ("handed", "made-handed")
+    assert (found.key, found.key_with("abc")) == ("handed", "made-handed-abc")
 
 
 def test_what_others_need_is_not_in_a_chain():
@@ -123,6 +126,38 @@ def test_what_others_need_is_not_in_a_chain():
     assert chain(chain_graph(), wanted={"changed"}) == ["handed"]
     assert chain(chain_graph(), wanted={"handed"}) is None
     assert chain(chain_graph(other=Task("other", abs, TaskRef("handed")))) is None
+
+
+def test_tasks_that_a_scheduler_has_are_not_in_a_chain():
+    assert chain(chain_graph(), known={"changed"}) == ["handed"]
+
+
+def test_coroutines_are_not_in_a_chain():
+    async def made():
+        return 1
+
+    assert chain(chain_graph(made=Task("made", made))) == ["changed", "handed"]
+
+
+def test_keys_tell_which_inputs_go_together():
+    """Else a scheduler could take a task of one program for that of another one."""
+    keys = []
+    for sizes in ((2, 2), (1, 3), (2, 2)):
+        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            graph = tasks_of(frame().shuffle("key"))
+        (barrier,) = barriers(graph)
+        chains = iter(ChainFinder(graph, (), (), {}).chains(barrier))
+        write(graph, barrier, [[next(chains) for _ in range(size)] for size in sizes])
+        keys.append(graph[barrier.key].dependencies)
+    assert not keys[0] & keys[1]
+    assert keys[0] == keys[2]
+    assert {key_split(key) for one in keys for key in one} == {"frompandas-shuffle-transfer"}
+
+
+def test_tasks_that_nothing_needs_are_culled():
+    graph = chain_graph(other=Task("other", abs, TaskRef("made")))
+    assert culled(graph, ["shuffle-barrier-a"]).keys() == chain_graph().keys()
+    assert culled(graph, ["other", "absent"]).keys() == {"other", "made"}
 
 
 def test_outputs_of_a_shuffle_are_not_in_a_chain():
@@ -134,9 +169,9 @@ def test_outputs_of_a_shuffle_are_not_in_a_chain():
 
 def test_annotated_tasks_are_left_alone():
     assert chain(chain_graph(), annotations={"retries": {"made": 3}}) == ["changed", "handed"]
-    (found,) = ChainFinder(chain_graph(), (), {"workers": {"handed": "a"}, "retries": {}}).chains(
-        chain_graph()["shuffle-barrier-a"]
-    )
+    (found,) = ChainFinder(
+        chain_graph(), (), (), {"workers": {"handed": "a"}, "retries": {}}
+    ).chains(chain_graph()["shuffle-barrier-a"])
     assert found.is_annotated and [task.key for task in found.tasks] == ["handed"]
 
 
@@ -144,6 +179,10 @@ def test_a_missing_task_leaves_the_shuffle_as_it_is():
     graph = chain_graph()
     del graph["handed"]
     assert chain(graph) is None
+
+
+def barrier_of(graph: dict) -> P2PBarrierTask:
+    return graph["shuffle-barrier-a"]
 
 
 class Known:
@@ -154,12 +193,14 @@ class Known:
 def test_tasks_that_a_scheduler_has_are_kept():
     first, second = chain_graph(), chain_graph()
     barrier = first["shuffle-barrier-a"]
-    write(first, barrier, [ChainFinder(first, (), {}).chains(barrier)])
+    write(first, barrier, [ChainFinder(first, (), (), {}).chains(barrier)])
     known = {key: Known(task) for key, task in first.items()}
     assert keep_known(second, second["shuffle-barrier-a"], known)
-    assert second["made-handed"] is first["made-handed"]
+    (key,) = barrier_of(first).dependencies
+    assert key.startswith("made-handed-")
+    assert second[key] is first[key]
     assert second["shuffle-barrier-a"] is first["shuffle-barrier-a"]
-    for missing in ({}, {**known, "made-handed": Known(None)}, {"shuffle-barrier-a": Known(None)}):
+    for missing in ({}, {**known, key: Known(None)}, {"shuffle-barrier-a": Known(None)}):
         untouched = chain_graph()
         assert not keep_known(untouched, untouched["shuffle-barrier-a"], missing)
         assert isinstance(untouched["changed"], Task)
@@ -188,8 +229,9 @@ def test_inputs_of_a_task_run_one_after_the_other():
     refs = [TaskRef(("out", number)) for number in range(3)]
     barrier = P2PBarrierTask("shuffle-barrier-a", p2p_barrier, "a", *refs, spec=None)
     graph[barrier.key] = barrier
-    write(graph, barrier, [ChainFinder(graph, (), {}).chains(barrier)])
-    task = graph["in-out", 0]
+    write(graph, barrier, [ChainFinder(graph, (), (), {}).chains(barrier)])
+    (key,) = graph[barrier.key].dependencies
+    task = graph[key]
     assert execute_graph({task.key: task})[task.key] == 7
     order = [int(event.split()[1]) for event in events[::3]]
     assert sorted(order) == [0, 1, 2]
@@ -204,6 +246,6 @@ def test_results_of_earlier_attempts_are_ignored():
 def test_the_order_of_arguments_is_that_of_inputs(p2p):
     graph = tasks_of(frame(12).shuffle("key"))
     (barrier,) = barriers(graph)
-    numbers = [one.key[1] for one in ChainFinder(graph, (), {}).chains(barrier)]
+    numbers = [one.key[1] for one in ChainFinder(graph, (), (), {}).chains(barrier)]
     assert numbers == [*range(12)]
     assert list(inspect.signature(P2PBarrierTask).parameters)[:3] == ["key", "func", "args"]

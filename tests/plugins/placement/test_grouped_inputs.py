@@ -11,7 +11,8 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import futures_of, wait
+from dask.utils import key_split
+from distributed import Client, futures_of, wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -65,19 +66,40 @@ def ordered(found: pd.DataFrame) -> pd.DataFrame:
     return found.sort_values([*found.columns]).reset_index(drop=True)
 
 
+async def held_frame(c, make=part, n: int = N):
+    """Return a frame whose partitions are in memory."""
+    frame_ = c.persist(frame(make, n))
+    await wait(frame_)
+    return frame_
+
+
 @on_cluster()
-async def test_few_tasks_hand_over_many_inputs(c, s, a, b):
+async def test_a_task_makes_an_input_and_hands_it_over(c, s, a, b):
     tasks = HandingOver(s)
     parts = c.persist(frame().shuffle("key", npartitions=5))
     await wait(parts)
-    assert sorted(tasks.sizes.values()) == [12, 12]
-    assert len(s.tasks) == 2 + 1 + 5, "hand over, barrier, outputs"
+    assert [*tasks.sizes.values()] == [1] * N
+    assert len(s.tasks) == N + 1 + 5, "hand over, barrier, outputs"
+    assert {key_split(key) for key in tasks.sizes} == {"part-shuffle-transfer"}
     pd.testing.assert_frame_equal(ordered(await c.compute(parts)), all_rows())
 
 
 @on_cluster()
+async def test_held_inputs_are_handed_over_where_they_are(c, s, a, b):
+    held = await held_frame(c)
+    tasks = HandingOver(s)
+    found = await c.compute(held.shuffle("key", npartitions=4)["x"].sum())
+    assert sum(tasks.sizes.values()) == N and len(tasks.sizes) <= 4
+    assert found == pytest.approx(all_rows()["x"].sum())
+    inputs = {str(future.key) for future in futures_of(held)}
+    moved = {str(key) for one in (a, b) for log in one.transfer_incoming_log for key in log["keys"]}
+    assert not inputs & moved
+
+
+@on_cluster()
 async def test_rows_come_in_the_order_of_inputs(c, s, a, b):
-    found = await c.compute(frame().shuffle("key", npartitions=3).map_partitions(sources))
+    held = await held_frame(c)
+    found = await c.compute(held.shuffle("key", npartitions=3).map_partitions(sources))
     for numbers in found.groupby("of")["from"]:
         assert numbers[1].is_monotonic_increasing
 
@@ -89,32 +111,53 @@ def sources(part: pd.DataFrame) -> pd.DataFrame:
 @on_cluster()
 async def test_few_inputs_have_a_task_each(c, s, a, b, monkeypatch):
     monkeypatch.undo()
+    left, right = await held_frame(c), await held_frame(c, n=6)
     tasks = HandingOver(s)
-    found = await c.compute(frame().merge(frame(n=6), on="key", npartitions=4)["x_x"].sum())
+    found = await c.compute(left.merge(right, on="key", npartitions=4)["x_x"].sum())
     assert len(tasks.sizes) == N + 6 and {*tasks.sizes.values()} == {1}
     assert found == pytest.approx(all_rows().merge(all_rows(6), on="key")["x_x"].sum())
 
 
 @on_cluster()
-async def test_held_inputs_are_handed_over_where_they_are(c, s, a, b):
-    held = c.persist(frame())
-    await wait(held)
+async def test_a_table_that_all_inputs_need_groups_nothing(c, s, a, b):
+    (table,) = await c.scatter([pd.Series(range(N))])
     tasks = HandingOver(s)
-    found = await c.compute(held.shuffle("key", npartitions=4)["x"].sum())
-    assert sum(tasks.sizes.values()) == N and len(tasks.sizes) <= 4
-    assert found == pytest.approx(all_rows()["x"].sum())
-    inputs = {str(future.key) for future in futures_of(held)}
-    moved = {str(key) for one in (a, b) for log in one.transfer_incoming_log for key in log["keys"]}
-    assert not inputs & moved
+    made = dd.from_map(looked_up, range(N), args=[table], meta=META)
+    assert await c.compute(made.shuffle("key", npartitions=4)["x"].count()) == N * 40
+    assert {*tasks.sizes.values()} == {1}
+
+
+def looked_up(number: int, table: pd.Series) -> pd.DataFrame:
+    return part(int(table[number]))
 
 
 @on_cluster()
 async def test_an_input_that_is_wanted_too_is_made_once(c, s, a, b):
-    made = frame()
+    made = frame(counted)
+    COUNTED.clear()
     shuffled = made.shuffle("key", npartitions=4)
     total, parts = await c.gather(c.compute([shuffled["x"].sum(), made.map_partitions(len)]))
     assert total == pytest.approx(all_rows()["x"].sum())
-    assert [*parts] == [40] * N
+    assert [*parts] == [40] * N and len(COUNTED) == N
+
+
+COUNTED: list[int] = []
+
+
+def counted(number: int) -> pd.DataFrame:
+    COUNTED.append(number)
+    return part(number)
+
+
+@on_cluster()
+async def test_inputs_of_an_earlier_program_are_used(c, s, a, b):
+    made = frame(counted)
+    COUNTED.clear()
+    earlier = c.persist(made)
+    total = await c.compute(made.shuffle("key", npartitions=4)["x"].sum())
+    assert total == pytest.approx(all_rows()["x"].sum())
+    assert len(COUNTED) == N
+    del earlier
 
 
 @on_cluster()
@@ -129,67 +172,123 @@ def fails(number: int) -> pd.DataFrame:
     return part(number)
 
 
+@on_cluster()
+async def test_each_task_has_its_retries(c, s, a, b):
+    FAILED.clear()
+    held = await held_frame(c)
+    flaky = held.map_partitions(fails_once, meta=META)
+    total = await c.compute(flaky.shuffle("key", npartitions=4)["x"].sum(), retries=1)
+    assert total == pytest.approx(all_rows()["x"].sum())
+    assert len(FAILED) == N
+
+
+FAILED: set[int] = set()
+
+
+def fails_once(part: pd.DataFrame) -> pd.DataFrame:
+    if (number := part["from"].iloc[0]) not in FAILED:
+        FAILED.add(number)
+        raise OSError(number)
+    return part
+
+
+@on_cluster()
+async def test_inputs_may_be_coroutines(c, s, a, b):
+    shuffled = frame(awaited).shuffle("key", npartitions=4)
+    assert await c.compute(shuffled["x"].sum()) == pytest.approx(all_rows()["x"].sum())
+
+
+async def awaited(number: int) -> pd.DataFrame:
+    return part(number)
+
+
 STARTED, GO_ON = Event(), Event()
-#: Inputs of the first task, in the order in which they were made.
-MADE: list[int] = []
+#: Inputs of the task that waits, in the order in which they were taken.
+TAKEN: list[int] = []
 
 
-def holds(number: int) -> pd.DataFrame:
-    """Return a partition. The first task waits in the middle until the test goes on."""
-    if number < N // 2:
-        MADE.append(number)
-        if len(MADE) == 6:
+def holds(part: pd.DataFrame) -> pd.DataFrame:
+    """Return a partition. A task of one worker waits in the middle until the test goes on."""
+    if len(part) and part["place"].iloc[0] == 0:
+        TAKEN.append(part["from"].iloc[0])
+        if len(TAKEN) == 3:
             STARTED.set()
             assert GO_ON.wait(60)
-    return part(number)
+    return part
 
 
 @pytest.fixture(autouse=True)
 def events():
     STARTED.clear()
     GO_ON.clear()
-    MADE.clear()
+    TAKEN.clear()
     yield
     GO_ON.set()
 
 
-async def held(c, s, tasks):
-    """Wait until the first task waits, and the other one is done."""
+def placed(number: int) -> pd.DataFrame:
+    return part(number).assign(place=number % 2)
+
+
+async def held_at(c, a, b):
+    """Return a frame of which each worker holds one half, and a function waits at `a`."""
+    at = [a.address, b.address]
+    futures = [
+        c.submit(placed, number, workers=at[number % 2], allow_other_workers=True)
+        for number in range(N)
+    ]
+    await wait(futures)
+    return dd.from_delayed(futures, meta=placed(0)).map_partitions(holds)
+
+
+async def until_held(c, s, tasks):
+    """Wait until one task waits, and all others are done."""
     await c.loop.asyncio_loop.run_in_executor(None, STARTED.wait, 60)
     await async_poll_for(
-        lambda: [s.tasks[key].state for key in tasks.sizes].count("memory") == 1, 60
+        lambda: [s.tasks[key].state for key in tasks.sizes].count("processing") == 1, 60
     )
 
 
 @on_cluster()
 async def test_a_task_whose_shuffle_restarts_runs_again(c, s, a, b):
     """The first inputs of the task that waits went to a run that ends with a worker."""
+    frame_ = await held_at(c, a, b)
     tasks = HandingOver(s)
-    shuffled = frame(holds).shuffle("key", npartitions=5)
-    future = c.compute(shuffled)
-    await held(c, s, tasks)
-    holder = next(one for one in (a, b) if one.state.executing_count)
-    await (b if holder is a else a).close()
+    future = c.compute(frame_.shuffle("key", npartitions=5))
+    await until_held(c, s, tasks)
+    assert max(tasks.sizes.values()) > 3
+    await (b if a.state.executing_count else a).close()
     GO_ON.set()
-    pd.testing.assert_frame_equal(ordered(await future), all_rows())
+    pd.testing.assert_frame_equal(ordered((await future).drop(columns="place")), all_rows())
     assert tasks.n_barriers == 1, "the barrier never gets inputs of two runs"
 
 
-@on_cluster()
-async def test_a_second_program_keeps_the_tasks(c, s, a, b, monkeypatch, caplog):
-    shuffled = frame(holds).shuffle("key", npartitions=5)
-    tasks = HandingOver(s)
-    first = c.persist(shuffled)
-    await held(c, s, tasks)
-    n_tasks = len(s.tasks)
-    monkeypatch.setattr(input_groups, "TASKS_PER_THREAD", 100)
+@pytest.mark.parametrize("again", ["by the same client", "by two clients", "by key"])
+def test_a_second_program_keeps_the_tasks(again, monkeypatch, caplog):
+    @on_cluster()
+    async def test(c, s, a, b):
+        shuffled = (await held_at(c, a, b)).shuffle("key", npartitions=5)
+        tasks = HandingOver(s)
+        first = c.persist(shuffled)
+        if again != "by two clients":
+            await until_held(c, s, tasks)
+        async with Client(s.address, asynchronous=True) as other:
+            monkeypatch.setattr(input_groups, "TASKS_PER_THREAD", 100)
+            client = other if again == "by two clients" else c
+            with dask.annotate(**({"priority": lambda key: 1} if again == "by key" else {})):
+                second = client.persist(shuffled)
+            await until_held(c, s, tasks)
+            n_tasks = len(s.tasks)
+            GO_ON.set()
+            await wait(first)
+            assert len(await client.compute(second)) == N * 40
+        assert "run_spec" not in caplog.text
+        assert n_tasks == N + len(tasks.sizes) + 1 + 5
+        del first, second, shuffled
+        await async_poll_for(lambda: not s.tasks, 60)
+
     with caplog.at_level(logging.WARNING, "distributed.scheduler"):
-        second = c.persist(shuffled)
-        GO_ON.set()
-        await wait([first, second])
-    assert "run_spec" not in caplog.text
-    assert len(s.tasks) == n_tasks and 1 not in tasks.sizes.values()
-    assert len(await c.compute(second)) == N * 40
+        test()
 
 
 @on_cluster()
@@ -199,6 +298,7 @@ async def test_tasks_are_dasks_own_without_the_runtime(c, s, a, b):
     tasks = HandingOver(s)
     await c.compute(frame().shuffle("key", npartitions=4)["x"].sum())
     assert len(tasks.sizes) == N
+    assert {key_split(key) for key in tasks.sizes} == {"shuffle-transfer"}
 
 
 @on_cluster()
@@ -207,15 +307,15 @@ async def test_annotations_by_key_find_their_tasks(c, s, a, b):
     with dask.annotate(retries=lambda key: 1):
         total = await c.compute(frame().shuffle("key", npartitions=4)["x"].sum())
     assert total == pytest.approx(all_rows()["x"].sum())
-    assert len(tasks.sizes) == N
-    assert all(name.startswith("shuffle-transfer-") for name, _ in tasks.sizes)
+    assert {key_split(key) for key in tasks.sizes} == {"shuffle-transfer"}
 
 
 @on_cluster()
 async def test_chunks_of_arrays_are_taken_together(c, s, a, b):
-    tasks = HandingOver(s)
     with dask.config.set({"array.rechunk.method": "p2p", "array.chunk-size": 1000}):
-        array = da.random.default_rng(1).random((240, 240), chunks=(10, 240))
+        array = c.persist(da.random.default_rng(1).random((240, 240), chunks=(10, 240)))
+        await wait(array)
+        tasks = HandingOver(s)
         found = await c.compute(array.rechunk((240, 10)))
-    assert sorted(tasks.sizes.values()) == [12, 12]
-    np.testing.assert_array_equal(found, array.compute(scheduler="sync"))
+    assert sum(tasks.sizes.values()) == N and len(tasks.sizes) <= 4
+    np.testing.assert_array_equal(found, await c.compute(array))

@@ -19,6 +19,7 @@ any of these.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import threading
@@ -39,10 +40,10 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Returns layers to use in place of these, for such keys; may be called in another thread.
 Rewrite = Callable[["HighLevelGraph", Sequence[Any]], "HighLevelGraph"]
-#: Returns tasks to use in place of these. Gets the keys that a client wants, and by kind the
-#: annotations of keys. May be called in another thread.
+#: Returns tasks to use in place of these. Gets the keys that a client wants, by kind the
+#: annotations of keys, and whether tasks may be put together. May be called in another thread.
 TaskRewrite = Callable[
-    [dict[Any, "GraphNode"], Collection[Any], Mapping[str, Mapping[Any, Any]]],
+    [dict[Any, "GraphNode"], Collection[Any], Mapping[str, Mapping[Any, Any]], bool],
     dict[Any, "GraphNode"],
 ]
 
@@ -56,13 +57,14 @@ class _Arriving(NamedTuple):
         They may change it.
     wanted
         Keys that its client wants.
-    reads_keys
-        Whether an annotation is a function of keys. It would not know keys of other tasks.
+    may_fuse
+        Whether tasks may be put together. Not if the program says something of each task: the
+        number of its retries, or a function of its key.
     """
 
     swaps: tuple[GraphSwap, ...]
     wanted: frozenset[Any]
-    reads_keys: bool
+    may_fuse: bool
 
 
 #: In the context of a graph that arrives.
@@ -94,10 +96,10 @@ def _prepare(expr: Any, rewrite: Rewrite) -> None:
 
 def _changed(tasks: Any, annotations: Any, arriving: _Arriving) -> Any:
     """Return tasks after all changes. One that fails leaves them as they are."""
-    for swap in () if arriving.reads_keys else arriving.swaps:
+    for swap in arriving.swaps:
         if swap.tasks is not None:
             try:
-                tasks = swap.tasks(tasks, arriving.wanted, annotations)
+                tasks = swap.tasks(tasks, arriving.wanted, annotations, arriving.may_fuse)
             except Exception:
                 logger.exception("the tasks of a graph could not be examined; they run as they are")
     return tasks
@@ -146,17 +148,22 @@ class _Handler:
     def __init__(self, stock: Callable[..., Any]) -> None:
         self.stock = stock
         self.swaps: list[GraphSwap] = []
+        self._one_by_one = asyncio.Lock()
 
     async def update_graph(self, **message: Any) -> None:
         said = message.get("annotations") or {}
-        arriving = _Arriving(
-            tuple(self.swaps), frozenset(message["keys"]), any(map(callable, said.values()))
+        may_fuse = not (
+            "retries" in said or message.get("actors") or any(map(callable, said.values()))
         )
-        token = _arriving.set(arriving)
-        try:
-            await self.stock(**message)
-        finally:
-            _arriving.reset(token)
+        # One after the other. A graph is changed by the tasks that the scheduler has, and it must
+        # have those of earlier graphs by then.
+        async with self._one_by_one:
+            arriving = _Arriving(tuple(self.swaps), frozenset(message["keys"]), may_fuse)
+            token = _arriving.set(arriving)
+            try:
+                await self.stock(**message)
+            finally:
+                _arriving.reset(token)
 
 
 class GraphSwap:

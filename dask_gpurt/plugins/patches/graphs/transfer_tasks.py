@@ -22,8 +22,9 @@ changes any of these.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +60,11 @@ class Chain:
     def key(self) -> Any:
         return self.tasks[-1].key
 
-    def key_of_all(self) -> Any:
+    def key_with(self, token: str) -> Any:
         """Return a key that names the first task as well, as Dask names tasks that it fuses."""
-        made = [key_split(task.key) for task in self.tasks if not isinstance(task, Alias)]
-        if len(made) < 2:
-            return self.key
-        name, *numbers = self.key if isinstance(self.key, tuple) else (self.key,)
-        name = f"{made[0]}-{name}"
-        return (name, *numbers) if numbers else name
+        names = [key_split(task.key) for task in self.tasks if not isinstance(task, Alias)]
+        name = f"{names[-1]}-{token}" if len(names) == 1 else f"{names[0]}-{names[-1]}-{token}"
+        return (name, *self.key[1:]) if isinstance(self.key, tuple) else name
 
     @property
     def inputs(self) -> set[Any]:
@@ -92,17 +90,27 @@ class ChainFinder:
     ----------
     wanted
         Keys that a client wants: these tasks stay.
+    known
+        Keys that the scheduler has: these tasks stay, too. It may have their results.
     annotations
         By kind, the values of keys.
     """
 
     def __init__(
-        self, graph: Graph, wanted: Collection[Any], annotations: Mapping[str, Mapping[Any, Any]]
+        self,
+        graph: Graph,
+        wanted: Collection[Any],
+        known: Container[Any],
+        annotations: Mapping[str, Mapping[Any, Any]],
     ) -> None:
-        self._graph, self._wanted = graph, wanted
+        self._graph, self._wanted, self._known = graph, wanted, known
         self._annotations = [kind for kind in annotations.values() if kind]
         self._n_dependents = Counter(key for task in graph.values() for key in task.dependencies)
         self._barriers = {barrier.key for barrier in barriers(graph)}
+
+    def is_shared(self, key: Any) -> bool:
+        """Return whether several tasks need an input."""
+        return self._n_dependents[key] > 1
 
     def chains(self, barrier: P2PBarrierTask) -> list[Chain] | None:
         """Return the chains that end at a shuffle, in the order of its inputs.
@@ -115,7 +123,7 @@ class ChainFinder:
         found = []
         for key in filter(None, map(_referred, barrier.args)):
             task = self._graph.get(key)
-            if task is None or key in self._wanted or self._n_dependents[key] > 1:
+            if task is None or key in self._wanted or self.is_shared(key):
                 return None
             is_annotated = self._is_annotated(key)
             tasks = [task] if is_annotated else [*self._upwards(task)]
@@ -128,9 +136,9 @@ class ChainFinder:
         while len(task.dependencies) == 1 and not task.block_fusion:
             (key,) = task.dependencies
             before = self._graph.get(key)
-            if before is None or before.block_fusion:
+            if before is None or before.block_fusion or before.is_coro:
                 return
-            if self._n_dependents[key] > 1 or key in self._wanted:
+            if self.is_shared(key) or key in self._wanted or key in self._known:
                 return
             # An output of another shuffle runs where its owner is, and again if that one restarts.
             if self._barriers & before.dependencies or self._is_annotated(key):
@@ -151,12 +159,15 @@ def _referred(arg: Any) -> Any:
 
 def write(graph: Graph, barrier: P2PBarrierTask, groups: Sequence[Sequence[Chain]]) -> None:
     """Put one task in place of each group of chains, named after the first chain."""
+    # A key stands for the same inputs for ever, so it tells how all of them are grouped.
+    contents = repr([[[task.key for task in chain.tasks] for chain in group] for group in groups])
+    token = hashlib.md5(contents.encode(), usedforsecurity=False).hexdigest()
     keys = []
     for group in groups:
         tasks = [task for chain in group for task in chain.tasks]
         for task in tasks:
             del graph[task.key]
-        key = group[0].key_of_all()
+        key = group[0].key_with(token) if len(tasks) > 1 else tasks[0].key
         if len(group) > 1:
             # All are of one run: a restart runs the whole task again, and the scheduler ignores the
             # result of an earlier attempt.
@@ -186,6 +197,18 @@ def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskSt
         found[key] = one.run_spec
     graph.update({**found, barrier.key: spec})
     return True
+
+
+def culled(graph: Graph, wanted: Collection[Any]) -> Graph:
+    """Return the tasks that wanted ones need."""
+    needed: Graph = {}
+    left = [*wanted]
+    while left:
+        key = left.pop()
+        if key in graph and key not in needed:
+            needed[key] = graph[key]
+            left.extend(graph[key].dependencies)
+    return needed
 
 
 def n_inputs(task: Any) -> int:

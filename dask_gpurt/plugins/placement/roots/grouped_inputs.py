@@ -16,6 +16,7 @@ from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     ChainFinder,
     Graph,
     barriers,
+    culled,
     keep_known,
     write,
 )
@@ -36,7 +37,11 @@ class GroupedInputs:
         self._swap.uninstall()
 
     def rewrite(
-        self, graph: Graph, wanted: Collection[Any], annotations: Mapping[str, Mapping[Any, Any]]
+        self,
+        graph: Graph,
+        wanted: Collection[Any],
+        annotations: Mapping[str, Mapping[Any, Any]],
+        may_fuse: bool,
     ) -> Graph:
         """Return a graph that gives the same results.
 
@@ -46,30 +51,30 @@ class GroupedInputs:
         if not shuffles:
             return graph
         new = dict(graph)
-        finder = ChainFinder(graph, wanted, annotations)
-        n_threads = {ws.address: ws.nthreads for ws in tuple(self._scheduler.workers.values())}
+        tasks = self._scheduler.tasks
+        finder = ChainFinder(graph, wanted, tasks, annotations)
         for barrier in shuffles:
-            if keep_known(new, barrier, self._scheduler.tasks):
+            if keep_known(new, barrier, tasks) or not may_fuse:
                 continue
             if chains := finder.chains(barrier):
-                inputs = [self._input(chain, graph) for chain in chains]
-                groups = grouped(inputs, n_threads)
+                inputs = [self._input(chain, finder) for chain in chains]
+                groups = grouped(inputs, self._scheduler.total_nthreads)
                 write(new, barrier, [[chains[number] for number in group] for group in groups])
-        return new
+        return culled(new, wanted)
 
-    def _input(self, chain: Chain, graph: Graph) -> ShuffleInput:
-        if chain.is_annotated:
-            return ShuffleInput(is_alone=True)
+    def _input(self, chain: Chain, finder: ChainFinder) -> ShuffleInput:
         nbytes, most_nbytes = chain.carried_nbytes, 0
-        holder = None
+        holder = ""
         for key in chain.inputs:
             task = self._scheduler.tasks.get(key)
             # In two steps: the scheduler's thread may change it in between.
-            holders = task.who_has if task is not None and key not in graph else None
+            holders = task.who_has if task is not None else None
             addresses = sorted(one.address for one in tuple(holders or ()))
             if task is None or not addresses:
                 return ShuffleInput(is_alone=True)
+            if finder.is_shared(key):
+                continue  # a small table that all inputs need does not tell where they are
             nbytes += task.nbytes
             if task.nbytes >= most_nbytes:
                 most_nbytes, holder = task.nbytes, addresses[0]
-        return ShuffleInput(holder, nbytes)
+        return ShuffleInput(holder, nbytes, is_alone=chain.is_annotated or not nbytes)
