@@ -10,6 +10,8 @@ The function that optimises is the client's: `array_optimize` of its configurati
 | `distributed.scheduler._materialize_graph` | layers can be changed before they are optimised, and
 tasks before the scheduler has them | `GraphSwap.uninstall`, or the end of the last scheduler of the
 process that uses it |
+| `distributed.scheduler._cull` | leaves out tasks that nothing needs after a change | |
+| `TaskState.who_has` | which workers hold a value that a graph names | |
 | `HLGExpr`, `_HLGExprSequence` and `low_level_optimizer` of `dask._expr` | where the layers are,
 and the function that optimises them; the function is wrapped in the scheduler's copy | |
 
@@ -35,8 +37,12 @@ if TYPE_CHECKING:
     from dask._task_spec import GraphNode
     from dask.highlevelgraph import HighLevelGraph
     from distributed import Scheduler
+    from distributed.scheduler import TaskState
 
 logger = logging.getLogger("dask_gpurt")
+
+#: Returns the tasks of a graph that some keys need.
+culled = distributed.scheduler._cull
 
 #: Returns layers to use in place of these, for such keys; may be called in another thread.
 Rewrite = Callable[["HighLevelGraph", Sequence[Any]], "HighLevelGraph"]
@@ -69,6 +75,13 @@ class _Arriving(NamedTuple):
 
 #: In the context of a graph that arrives.
 _arriving: ContextVar[_Arriving | None] = ContextVar("_arriving", default=None)
+
+
+def holding_workers(task: TaskState | None) -> set[str]:
+    """Return the workers that hold a value. Another thread than the scheduler's may call this."""
+    who_has = task.who_has if task is not None else None
+    # Copied at once: the scheduler may change the set during a loop.
+    return {one.address for one in tuple(who_has or ())}
 
 
 class _RewritingOptimizer:

@@ -7,7 +7,7 @@ which workers hold them.
 | what | why | taken back by |
 |---|---|---|
 | `Blockwise.indices`, `Blockwise.output_indices` | from which chunks a chunk is made | |
-| `TaskState.who_has`, `TaskState.nbytes` | which worker holds a chunk | |
+| `TaskState.nbytes` | the largest chunk that a chunk is made of | |
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_gpurt.collectives.regrouping import TreeLevel, regrouped
+from dask_gpurt.plugins.patches.graphs.graph_swap import holding_workers
 from dask_gpurt.plugins.patches.graphs.reduction_layers import Tree, mapping_of
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _holders(
 ) -> set[str]:
     """Return the workers that hold a chunk, or the largest chunk that it is made of."""
     if (held := tasks.get((name, *at))) is not None:
-        return {one.address for one in held.who_has or ()}
+        return holding_workers(held)
     layer = graph.layers.get(name)
     if not isinstance(layer, Blockwise):
         return set()

@@ -62,8 +62,8 @@ class Chain:
 
     def key_with(self, token: str) -> Any:
         """Return a key that names the first task as well, as Dask names tasks that it fuses."""
-        names = [key_split(task.key) for task in self.tasks if not isinstance(task, Alias)]
-        name = f"{names[-1]}-{token}" if len(names) == 1 else f"{names[0]}-{names[-1]}-{token}"
+        tasks = [task for task in self.tasks if not isinstance(task, Alias)] or [*self.tasks]
+        name = "-".join([*dict.fromkeys(key_split(tasks[i].key) for i in (0, -1)), token])
         return (name, *self.key[1:]) if isinstance(self.key, tuple) else name
 
     @property
@@ -106,7 +106,6 @@ class ChainFinder:
         self._graph, self._wanted, self._known = graph, wanted, known
         self._annotations = [kind for kind in annotations.values() if kind]
         self._n_dependents = Counter(key for task in graph.values() for key in task.dependencies)
-        self._barriers = {barrier.key for barrier in barriers(graph)}
 
     def is_shared(self, key: Any) -> bool:
         """Return whether several tasks need an input."""
@@ -141,10 +140,13 @@ class ChainFinder:
             if self.is_shared(key) or key in self._wanted or key in self._known:
                 return
             # An output of another shuffle runs where its owner is, and again if that one restarts.
-            if self._barriers & before.dependencies or self._is_annotated(key):
+            if self._reads_shuffle(before) or self._is_annotated(key):
                 return
             yield before
             task = before
+
+    def _reads_shuffle(self, task: GraphNode) -> bool:
+        return any(isinstance(self._graph.get(key), P2PBarrierTask) for key in task.dependencies)
 
     def _is_annotated(self, key: Any) -> bool:
         return any(key in kind for kind in self._annotations)
@@ -197,18 +199,6 @@ def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskSt
         found[key] = one.run_spec
     graph.update({**found, barrier.key: spec})
     return True
-
-
-def culled(graph: Graph, wanted: Collection[Any]) -> Graph:
-    """Return the tasks that wanted ones need."""
-    needed: Graph = {}
-    left = [*wanted]
-    while left:
-        key = left.pop()
-        if key in graph and key not in needed:
-            needed[key] = graph[key]
-            left.extend(graph[key].dependencies)
-    return needed
 
 
 def n_inputs(task: Any) -> int:

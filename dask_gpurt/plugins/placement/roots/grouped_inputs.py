@@ -10,13 +10,12 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.placement.input_groups import ShuffleInput, grouped
-from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
+from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, culled, holding_workers
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     Chain,
     ChainFinder,
     Graph,
     barriers,
-    culled,
     keep_known,
     write,
 )
@@ -52,29 +51,30 @@ class GroupedInputs:
             return graph
         new = dict(graph)
         tasks = self._scheduler.tasks
-        finder = ChainFinder(graph, wanted, tasks, annotations)
-        for barrier in shuffles:
-            if keep_known(new, barrier, tasks) or not may_fuse:
-                continue
-            if chains := finder.chains(barrier):
-                inputs = [self._input(chain, finder) for chain in chains]
-                groups = grouped(inputs, self._scheduler.total_nthreads)
-                write(new, barrier, [[chains[number] for number in group] for group in groups])
-        return culled(new, wanted)
+        unknown = [barrier for barrier in shuffles if not keep_known(new, barrier, tasks)]
+        if unknown and may_fuse:
+            finder = ChainFinder(graph, wanted, tasks, annotations)
+            for barrier in unknown:
+                if chains := finder.chains(barrier):
+                    self._group(new, barrier, chains, finder)
+        return new if len(unknown) == len(shuffles) else culled(new, set(wanted))
+
+    def _group(self, new: Graph, barrier: Any, chains: list[Chain], finder: ChainFinder) -> None:
+        inputs = [self._input(chain, finder) for chain in chains]
+        groups = grouped(inputs, self._scheduler.total_nthreads)
+        write(new, barrier, [[chains[number] for number in group] for group in groups])
 
     def _input(self, chain: Chain, finder: ChainFinder) -> ShuffleInput:
         nbytes, most_nbytes = chain.carried_nbytes, 0
         holder = ""
         for key in chain.inputs:
             task = self._scheduler.tasks.get(key)
-            # In two steps: the scheduler's thread may change it in between.
-            holders = task.who_has if task is not None else None
-            addresses = sorted(one.address for one in tuple(holders or ()))
+            addresses = holding_workers(task)
             if task is None or not addresses:
                 return ShuffleInput(is_alone=True)
             if finder.is_shared(key):
                 continue  # a small table that all inputs need does not tell where they are
             nbytes += task.nbytes
             if task.nbytes >= most_nbytes:
-                most_nbytes, holder = task.nbytes, addresses[0]
+                most_nbytes, holder = task.nbytes, min(addresses)
         return ShuffleInput(holder, nbytes, is_alone=chain.is_annotated or not nbytes)
