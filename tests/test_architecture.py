@@ -153,6 +153,7 @@ ONLY_IN = {
         "plugins/patches/p2p.py",
     },
     "dask._task_spec": {
+        "plugins/patches/graphs/blockwise_layers.py",
         "plugins/patches/graphs/graph_swap.py",
         "plugins/patches/graphs/transfer_tasks.py",
         "plugins/patches/p2p.py",

@@ -33,7 +33,7 @@ from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
 from dask_gpurt.plugins.placement.placer import Placement
-from dask_gpurt.plugins.placement.roots.grouped_inputs import GroupedInputs
+from dask_gpurt.plugins.placement.roots.fewer_tasks import FewerTasks
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
@@ -160,7 +160,7 @@ class GpurtScheduler(SchedulerPlugin):
             p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, self.ready.__contains__),
             Restarts(scheduler),
             OutputOwners(scheduler),
-            GroupedInputs(scheduler),
+            FewerTasks(scheduler),
         ]
         if self.settings.collectives.enabled:
             told = self.ready, self._wait_for_reports, lambda: self.settings

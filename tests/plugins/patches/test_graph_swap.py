@@ -132,11 +132,11 @@ class SeenTasks:
     def __init__(self, error=None):
         self.calls, self.error = [], error
 
-    def __call__(self, tasks, wanted, annotations, may_fuse):
-        self.calls.append((dict(tasks), wanted, annotations, may_fuse))
+    def __call__(self, tasks, program):
+        self.calls.append((dict(tasks), program))
         if self.error is not None:
             raise self.error
-        return {key: Task(key, lambda: 5) for key in wanted}
+        return {key: Task(key, lambda: 5) for key in program.wanted}
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
@@ -148,9 +148,9 @@ async def test_tasks_of_all_graphs_are_seen(c, s, a):
     assert await c.compute(total, optimize_graph=False) == 5
     frame = dd.from_pandas(pd.DataFrame({"x": [1]}), npartitions=1)
     assert await c.compute(frame.x.sum()) == await c.submit(int) == 5
-    assert [wanted <= tasks.keys() for tasks, wanted, *_ in seen.calls] == [True] * 3
-    assert {*seen.calls[0][2]["priority"].values()} == {3}
-    assert all(may_fuse for *_, may_fuse in seen.calls)
+    assert [program.wanted <= tasks.keys() for tasks, program in seen.calls] == [True] * 3
+    assert {*seen.calls[0][1].annotations["priority"].values()} == {3}
+    assert all(program.may_fuse for _, program in seen.calls)
     swap.uninstall()
     assert await c.submit(str) == ""
 
@@ -165,7 +165,41 @@ async def test_programs_that_name_single_tasks_are_told_apart(c, s, a):
     await c.submit(dict, actor=True)
     with dask.annotate(priority=1):
         await c.compute(sums()[0])
-    assert [may_fuse for *_, may_fuse in seen.calls] == [False, False, False, True]
+    assert [program.may_fuse for _, program in seen.calls] == [False, False, False, True]
+    swap.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_only_a_program_that_waits_is_said_to_wait(c, s, a):
+    seen = SeenTasks()
+    swap = GraphSwap(s, tasks=seen)
+    total = sums()[0]
+    await c.compute(total)
+    await wait(c.persist(total))
+    await c.submit(int)
+    await wait(c.map(int, range(2)))
+    expr = dask.base.collections_to_expr([total]).optimize()
+    keys = [*dask.core.flatten(expr.__dask_keys__())]
+    assert await c.get(expr, keys, sync=False)[0] == 5
+    assert [program.is_awaited for _, program in seen.calls] == [False] * 4 + [True]
+    assert {*seen.calls[-1][1].expr.__dask_graph__()} == {*expr.__dask_graph__()}
+    swap.uninstall()
+
+
+def test_a_computed_collection_waits():
+    seen = SeenTasks()
+    with Client(n_workers=1, processes=False, dashboard_address=":0") as client:
+        swap = client.sync(_swapped, client.cluster.scheduler, seen)
+        assert sums()[0].compute() == 5
+        assert [program.is_awaited for _, program in seen.calls] == [True]
+        client.sync(_ended, swap)
+
+
+async def _swapped(scheduler, tasks):
+    return GraphSwap(scheduler, tasks=tasks)
+
+
+async def _ended(swap):
     swap.uninstall()
 
 
@@ -173,7 +207,7 @@ async def test_programs_that_name_single_tasks_are_told_apart(c, s, a):
 async def test_a_graph_is_changed_after_the_one_before_is_there(c, s, a):
     seen = []
 
-    def known(tasks, wanted, annotations, may_fuse):
+    def known(tasks, program):
         seen.append({*s.tasks})
         return tasks
 

@@ -10,6 +10,8 @@ The function that optimises is the client's: `array_optimize` of its configurati
 | `distributed.scheduler._materialize_graph` | layers can be changed before they are optimised, and
 tasks before the scheduler has them | `GraphSwap.uninstall`, or the end of the last scheduler of the
 process that uses it |
+| `span_metadata` in the message `update-graph` | tells whether the program waits for this graph
+alone | |
 | `distributed.scheduler._cull` | leaves out tasks that nothing needs after a change | |
 | `TaskState.who_has` | which workers hold a value that a graph names | |
 | `HLGExpr`, `_HLGExprSequence` and `low_level_optimizer` of `dask._expr` | where the layers are,
@@ -26,8 +28,9 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed.scheduler
@@ -46,35 +49,41 @@ culled = distributed.scheduler._cull
 
 #: Returns layers to use in place of these, for such keys; may be called in another thread.
 Rewrite = Callable[["HighLevelGraph", Sequence[Any]], "HighLevelGraph"]
-#: Returns tasks to use in place of these. Gets the keys that a client wants, by kind the
-#: annotations of keys, and whether tasks may be put together. May be called in another thread.
-TaskRewrite = Callable[
-    [dict[Any, "GraphNode"], Collection[Any], Mapping[str, Mapping[Any, Any]], bool],
-    dict[Any, "GraphNode"],
-]
 
 
-class _Arriving(NamedTuple):
-    """A graph that arrives.
+class SentProgram(NamedTuple):
+    """Facts of a program whose graph arrives, beside its tasks.
 
     Attributes
     ----------
-    swaps
-        They may change it.
     wanted
         Keys that its client wants.
     may_fuse
         Whether tasks may be put together. Not if the program says something of each task: the
         number of its retries, or a function of its key.
+    is_awaited
+        Whether the program waits for the results, as `compute` of a collection does. If not, it
+        may send another graph with some of the same tasks, to share their results.
+    expr
+        The expression that the tasks are made of.
+    annotations
+        By kind, the values of keys.
     """
 
-    swaps: tuple[GraphSwap, ...]
     wanted: frozenset[Any]
     may_fuse: bool
+    is_awaited: bool
+    expr: Any = None
+    annotations: Mapping[str, Mapping[Any, Any]] = MappingProxyType({})
 
 
-#: In the context of a graph that arrives.
-_arriving: ContextVar[_Arriving | None] = ContextVar("_arriving", default=None)
+#: Returns tasks to use in place of these; may be called in another thread.
+TaskRewrite = Callable[[dict[Any, "GraphNode"], SentProgram], dict[Any, "GraphNode"]]
+
+#: In the context of a graph that arrives: functions that may change it, and facts of it.
+_arriving: ContextVar[tuple[tuple[GraphSwap, ...], SentProgram] | None] = ContextVar(
+    "_arriving", default=None
+)
 
 
 def holding_workers(task: TaskState | None) -> set[str]:
@@ -107,12 +116,12 @@ def _prepare(expr: Any, rewrite: Rewrite) -> None:
                 one.low_level_optimizer = _RewritingOptimizer(stock, rewrite)
 
 
-def _changed(tasks: Any, annotations: Any, arriving: _Arriving) -> Any:
+def _changed(tasks: Any, swaps: tuple[GraphSwap, ...], program: SentProgram) -> Any:
     """Return tasks after all changes. One that fails leaves them as they are."""
-    for swap in arriving.swaps:
+    for swap in swaps:
         if swap.tasks is not None:
             try:
-                tasks = swap.tasks(tasks, arriving.wanted, annotations, arriving.may_fuse)
+                tasks = swap.tasks(tasks, program)
             except Exception:
                 logger.exception("the tasks of a graph could not be examined; they run as they are")
     return tasks
@@ -137,11 +146,13 @@ class _ReplacedFunction:
                 def materialize(expr: Any, validate: bool) -> Any:
                     if (arriving := _arriving.get()) is None:
                         return stock(expr=expr, validate=validate)
-                    for swap in arriving.swaps:
+                    swaps, program = arriving
+                    for swap in swaps:
                         if swap.layers is not None:
                             _prepare(expr, swap.layers)
                     tasks, annotations = stock(expr=expr, validate=validate)
-                    return _changed(tasks, annotations, arriving), annotations
+                    program = program._replace(expr=expr, annotations=annotations)
+                    return _changed(tasks, swaps, program), annotations
 
                 distributed.scheduler._materialize_graph = materialize
 
@@ -153,6 +164,12 @@ class _ReplacedFunction:
 
 
 _replaced = _ReplacedFunction()
+
+
+def _is_awaited(message: Mapping[str, Any]) -> bool:
+    collections = (message.get("span_metadata") or {}).get("collections", ())
+    # Of all functions that send graphs, only `Client.get` calls them so.
+    return any(one.get("type") == "low-level-graph" for one in collections)
 
 
 class _Handler:
@@ -171,8 +188,8 @@ class _Handler:
         # One after the other. A graph is changed by the tasks that the scheduler has, and it must
         # have those of earlier graphs by then.
         async with self._one_by_one:
-            arriving = _Arriving(tuple(self.swaps), frozenset(message["keys"]), may_fuse)
-            token = _arriving.set(arriving)
+            program = SentProgram(frozenset(message["keys"]), may_fuse, _is_awaited(message))
+            token = _arriving.set((tuple(self.swaps), program))
             try:
                 await self.stock(**message)
             finally:

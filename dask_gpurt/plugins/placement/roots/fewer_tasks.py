@@ -1,16 +1,28 @@
-"""Fewer tasks for the inputs of shuffles, as the cluster's workers can use them.
+"""Fewer tasks for frames and for the inputs of shuffles, as the cluster's workers can use them.
 
-The scheduler has this look at each graph before it makes tasks of it. A graph without a shuffle
-stays as it is: the very same object.
+The scheduler has this look at each graph before it makes tasks of it. If there is nothing to put
+together, the graph stays as it is: the very same object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import dask.config
+
+from dask_gpurt.placement import blockwise_groups
 from dask_gpurt.placement.input_groups import ShuffleInput, grouped
-from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, culled, holding_workers
+from dask_gpurt.plugins.patches.graphs.blockwise_layers import (
+    layers,
+    put_together,
+    with_known_groups,
+)
+from dask_gpurt.plugins.patches.graphs.graph_swap import (
+    GraphSwap,
+    SentProgram,
+    culled,
+    holding_workers,
+)
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     Chain,
     ChainFinder,
@@ -24,8 +36,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
 
 
-class GroupedInputs:
-    """The inputs of one cluster's shuffles, until `uninstall`."""
+class FewerTasks:
+    """Tasks put together on one cluster, until `uninstall`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -35,29 +47,45 @@ class GroupedInputs:
         """Leave the graphs that arrive from now on to stock Dask."""
         self._swap.uninstall()
 
-    def rewrite(
-        self,
-        graph: Graph,
-        wanted: Collection[Any],
-        annotations: Mapping[str, Mapping[Any, Any]],
-        may_fuse: bool,
-    ) -> Graph:
+    def rewrite(self, graph: Graph, program: SentProgram) -> Graph:
         """Return a graph that gives the same results.
 
         Called in a thread of the scheduler. It reads facts of the scheduler, each at once.
         """
+        new = with_known_groups(graph, self._scheduler.tasks)
+        if new is not graph:
+            new = culled(new, {*program.wanted})
+        if program.may_fuse and program.is_awaited and not program.annotations:
+            new = self._with_blockwise_groups(new, program)
+        return self._with_grouped_inputs(new, program)
+
+    # ------------------------------------------------------------------ layers of frames
+
+    def _with_blockwise_groups(self, graph: Graph, program: SentProgram) -> Graph:
+        # Dask's own switch for this.
+        if dask.config.get("optimization.fuse.active", None) is False:
+            return graph
+        tasks, wanted = self._scheduler.tasks, program.wanted
+        # Another program may need a task that the scheduler has, or it may be done.
+        found = layers(program.expr, lambda key: key in wanted or key in tasks)
+        groups = blockwise_groups.grouped(found)
+        return put_together(graph, groups) if groups else graph
+
+    # ------------------------------------------------------------------ inputs of shuffles
+
+    def _with_grouped_inputs(self, graph: Graph, program: SentProgram) -> Graph:
         shuffles = barriers(graph)
         if not shuffles:
             return graph
         new = dict(graph)
         tasks = self._scheduler.tasks
         unknown = [barrier for barrier in shuffles if not keep_known(new, barrier, tasks)]
-        if unknown and may_fuse:
-            finder = ChainFinder(graph, wanted, tasks, annotations)
+        if unknown and program.may_fuse:
+            finder = ChainFinder(graph, program.wanted, tasks, program.annotations)
             for barrier in unknown:
                 if chains := finder.chains(barrier):
                     self._group(new, barrier, chains, finder)
-        return new if len(unknown) == len(shuffles) else culled(new, set(wanted))
+        return new if len(unknown) == len(shuffles) else culled(new, {*program.wanted})
 
     def _group(self, new: Graph, barrier: Any, chains: list[Chain], finder: ChainFinder) -> None:
         inputs = [self._input(chain, finder) for chain in chains]

@@ -1,0 +1,183 @@
+"""Blockwise layers of DataFrame programs: find them in an expression, put their tasks together.
+
+Dask puts them together itself when a program calls `persist`, and did so in all programs until
+2025. `compute` now leaves each layer its tasks.
+
+`placement.blockwise_groups` decides which layers go together.
+
+| what | why | taken back by |
+|---|---|---|
+| `is_valid_blockwise_op` of `dask.dataframe.dask_expr._expr` | a layer that works on each partition
+alone, with keys of its name and the number of the partition | |
+| `_ExprSequence` of `dask._expr` | all that a program computes at once | |
+| `Expr.walk`, `.dependencies`, `._name`, `.npartitions` | the layers of a program | |
+| `Task.fuse`, `GraphNode.substitute`, `.block_fusion`, `.is_coro` | tasks are put into one | |
+| `_execute_subgraph` of `dask._task_spec`, its second argument | the last task of a group | |
+| `TaskState.run_spec` | a task that the scheduler has keeps its inputs | |
+
+Contract tests in `tests/plugins/patches/test_blockwise_layers.py` fail when dask changes any of
+these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dask._expr import _ExprSequence
+from dask._task_spec import Task, _execute_subgraph
+from dask.utils import key_split
+
+from dask_gpurt.placement.blockwise_groups import Layer
+
+if TYPE_CHECKING:
+    from dask._task_spec import GraphNode
+    from distributed.scheduler import TaskState
+
+#: Tasks of a program, by key.
+Graph = dict[Any, "GraphNode"]
+
+_FRAMES = "dask.dataframe.dask_expr._expr"
+#: A task with more layers is named after the first and the last one, as Dask names its own.
+_MOST_NAMES = 4
+
+
+def layers(expr: Any, stays: Callable[[Any], bool]) -> list[Layer]:
+    """Return the layers of a program.
+
+    Parameters
+    ----------
+    expr
+        All that a client sent, as an expression of Dask.
+    stays
+        Tells of a key whether its task stays as it is.
+
+    Returns
+    -------
+    list of Layer
+        Empty if there are no frames in the program.
+    """
+    frames = sys.modules.get(_FRAMES)
+    roots = expr.operands if isinstance(expr, _ExprSequence) else [expr]
+    # Layers of other collections have no names before they are hashed, which takes long.
+    if frames is None or not all(isinstance(one, frames.Expr) for one in roots):
+        return []
+    found, n_blockwise = [], 0
+    for one in expr.walk():
+        is_blockwise, n_partitions = frames.is_valid_blockwise_op(one), 0
+        if is_blockwise:
+            n_partitions = one.npartitions
+            n_blockwise += 1
+            is_blockwise = not any(stays((one._name, number)) for number in range(n_partitions))
+        inputs = frozenset(needed._name for needed in one.dependencies())
+        found.append(Layer(one._name, inputs, n_partitions, is_blockwise))
+    return found if n_blockwise else []
+
+
+def put_together(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
+    """Return a graph with one task for each partition of a group of layers.
+
+    Parameters
+    ----------
+    groups
+        Names of layers. A layer comes after its inputs, and a group after those that it needs.
+    """
+    new = dict(graph)
+    n_dependents = Counter(key for task in graph.values() for key in task.dependencies)
+    renamed: dict[Any, Any] = {}
+    for names in groups:
+        group_name = ""
+        for number, tasks in _partitions(graph, names, n_dependents):
+            for task in tasks:
+                del new[task.key]
+            fused = Task.fuse(*(_with_new_names(task, renamed) for task in tasks))
+            group_name = group_name or _name(tasks, fused)
+            key = renamed[tasks[-1].key] = (group_name, number)
+            new[key] = fused.substitute({}, key=key)
+    return {key: _with_new_names(task, renamed) for key, task in new.items()}
+
+
+def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
+    """Return a graph in which tasks that a scheduler has need the groups that they have there.
+
+    A task of a scheduler keeps its inputs. If it came with an earlier graph, its inputs may be in
+    groups, and they stay so.
+
+    Returns
+    -------
+    dict
+        The same object, if there is no such task.
+    """
+    found: Graph = {}
+    for key, task in graph.items():
+        state = known.get(key)
+        spec = state.run_spec if state is not None else None
+        if spec is not None and _needs_groups(spec, task, known):
+            fresh = [spec]
+            while fresh:
+                one = fresh.pop()
+                found[one.key] = one
+                specs = (known[needed].run_spec for needed in one.dependencies if needed in known)
+                fresh += [one for one in specs if one is not None and one.key not in found]
+    return {**graph, **found} if found else graph
+
+
+def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskState]) -> bool:
+    """Return whether a task of a scheduler is this one, but for inputs that are in groups."""
+    if spec.dependencies == task.dependencies or len(spec.dependencies) != len(task.dependencies):
+        return False
+    return {_result_of(key, task, known) for key in spec.dependencies} == {*task.dependencies}
+
+
+def _result_of(key: Any, task: GraphNode, known: Mapping[Any, TaskState]) -> Any:
+    """Return the key of the last task in a group, if this is a group that a task needs."""
+    state = known.get(key) if key not in task.dependencies else None
+    spec = state.run_spec if state is not None else None
+    if isinstance(spec, Task) and spec.func is _execute_subgraph:
+        return spec.args[1]
+    return key
+
+
+def _partitions(
+    graph: Graph, names: Sequence[str], n_dependents: Counter[Any]
+) -> Iterator[tuple[int, list[GraphNode]]]:
+    """Yield the number of each partition, and the tasks of a group for it."""
+    number = 0
+    while (names[-1], number) in graph:
+        tasks = [graph.get((name, number)) for name in names]
+        found = [task for task in tasks if task is not None and _may_be_fused(task)]
+        needed = Counter(key for task in found for key in task.dependencies)
+        # A layer may have tasks that its expression does not tell of, and these may need one.
+        if len(found) == len(names) and all(
+            needed[task.key] == n_dependents[task.key] for task in found[:-1]
+        ):
+            yield number, found
+        number += 1
+
+
+def _may_be_fused(task: GraphNode) -> bool:
+    return not (task.block_fusion or task.is_coro)
+
+
+def _name(tasks: Sequence[GraphNode], fused: GraphNode) -> str:
+    """Return the name of a group with all its partitions, given the tasks of one of them."""
+    # The reading of a file first: it tells most of a task, and takes longest.
+    sources_first = sorted(tasks, key=lambda task: bool(task.dependencies))
+    names = [*dict.fromkeys(key_split(one.key).removesuffix("-fused") for one in sources_first)]
+    # Dask ends the name of a task at the first word with other characters.
+    names = [names[0], *(name for name in names[1:] if name.replace("-", "").isalpha())]
+    if len(names) > _MOST_NAMES:
+        names = [names[0], "fused", names[-1]]
+    # A key stands for the same task for ever, and programs may group its layers differently, or
+    # those that it needs.
+    contents = repr(([task.key for task in tasks], sorted(map(str, fused.dependencies))))
+    return "-".join([*names, hashlib.md5(contents.encode(), usedforsecurity=False).hexdigest()])
+
+
+def _with_new_names(task: GraphNode, renamed: dict[Any, Any]) -> GraphNode:
+    if renamed.keys().isdisjoint(task.dependencies):
+        return task
+    return task.substitute(renamed)

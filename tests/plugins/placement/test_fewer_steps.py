@@ -1,0 +1,222 @@
+"""Programs on frames whose layers are put together, on clusters."""
+
+from __future__ import annotations
+
+import logging
+from threading import Event
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask.base import collections_to_expr
+from dask.core import flatten
+from dask.utils import key_split
+from distributed import wait
+from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.utils_test import async_poll_for, gen_cluster
+
+import dask_gpurt
+
+N = 6
+CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
+
+
+def part(number: int) -> pd.DataFrame:
+    return pd.DataFrame({"key": [n % 5 for n in range(40)], "x": float(number)})
+
+
+ALL = pd.concat([part(number) for number in range(N)])
+
+
+def frame() -> dd.DataFrame:
+    return dd.from_map(part, range(N), meta=part(0))
+
+
+def filtered(of=None) -> dd.DataFrame:
+    found = frame() if of is None else of
+    found = found[found["key"] > 1]
+    return found.assign(y=found["x"] * 2)
+
+
+TOTAL = 2 * ALL["x"][ALL["key"] > 1].sum()
+
+
+def on_cluster(**config):
+    return gen_cluster(client=True, nthreads=[("", 1)] * 2, config={**CONFIG, **config})
+
+
+class Ended(SchedulerPlugin):
+    """Records the keys of tasks that ended."""
+
+    def __init__(self, scheduler):
+        self.keys = []
+        scheduler.add_plugin(self, name="ended")
+
+    def transition(self, key, start, finish, *args, **kwargs):
+        if finish == "memory":
+            self.keys.append(key)
+
+    def names(self) -> set[str]:
+        return {key_split(key) for key in self.keys}
+
+
+def computed(c, collection):
+    """Return an awaitable for the result, as a program that calls `compute` gets it."""
+    expr = collections_to_expr([collection]).finalize_compute().optimize()
+    (key,) = flatten(expr.__dask_keys__())
+    return c.get(expr, key, sync=False)
+
+
+@on_cluster()
+async def test_a_partition_has_one_task(c, s, a, b):
+    ended = Ended(s)
+    assert await computed(c, filtered()["y"].sum()) == TOTAL
+    assert len(ended.keys) == N + 1
+    assert ended.names() == {"part-fused-chunk", "sum-tree"}
+
+
+@on_cluster()
+async def test_a_filter_is_part_of_handing_over(c, s, a, b):
+    ended = Ended(s)
+    found = filtered().shuffle("key", npartitions=3)
+    found = found.assign(z=found["y"] + 1)["z"].sum()
+    assert await computed(c, found) == TOTAL + (ALL["key"] > 1).sum()
+    assert len(ended.keys) == N + 1 + 3 + 3 + 1
+    assert any(name.startswith("part-") and "shuffle" in name for name in ended.names())
+
+
+MADE: list[float] = []
+STARTED, GO_ON = Event(), Event()
+
+
+def counts(one: pd.DataFrame) -> pd.DataFrame:
+    MADE.append(one["x"].iloc[0])
+    return one
+
+
+def waits(one: pd.DataFrame) -> pd.DataFrame:
+    """Return a partition, once the test goes on."""
+    if len(one) > 1:
+        MADE.append(one["x"].iloc[0])
+        STARTED.set()
+        assert GO_ON.wait(60)
+    return one
+
+
+@pytest.fixture(autouse=True)
+def events():
+    STARTED.clear()
+    GO_ON.clear()
+    MADE.clear()
+    yield
+    GO_ON.set()
+
+
+async def started(c):
+    await c.loop.asyncio_loop.run_in_executor(None, STARTED.wait, 60)
+
+
+@on_cluster()
+async def test_programs_that_send_several_graphs_share_results(c, s, a, b):
+    made = frame().map_partitions(waits, meta=part(0))
+    futures = [c.compute(made["x"].sum())]
+    await started(c)
+    futures.append(c.compute(made["x"].max()))
+    await async_poll_for(lambda: len(s.tasks) >= 2 * N + 2, 60)
+    GO_ON.set()
+    assert await c.gather(futures) == [ALL["x"].sum(), N - 1]
+    assert sorted(MADE) == [*range(N)]
+
+
+@pytest.mark.parametrize("second", ["compute", "persist", "get"])
+def test_a_task_of_two_programs_keeps_its_inputs(second, caplog):
+    @on_cluster()
+    async def test(c, s, a, b):
+        total = filtered(frame().map_partitions(waits, meta=part(0)))["y"].sum()
+        first = computed(c, total)
+        await started(c)
+        before = {*s.tasks}
+        if second == "persist":
+            later = c.persist(total + 1)
+        else:
+            later = computed(c, total + 1) if second == "get" else c.compute(total + 1)
+        await async_poll_for(lambda: not s.tasks.keys() <= before, 60)
+        GO_ON.set()
+        assert [await first, await c.compute(later) if second == "persist" else await later] == [
+            TOTAL,
+            TOTAL + 1,
+        ]
+        assert "run_spec" not in caplog.text
+        del later, first
+        await async_poll_for(lambda: not s.tasks, 60)
+
+    with caplog.at_level(logging.WARNING, "distributed.scheduler"):
+        test()
+
+
+@on_cluster()
+async def test_results_of_an_earlier_program_are_used(c, s, a, b):
+    made = frame().map_partitions(counts, meta=part(0))
+    earlier = c.persist(made)
+    await wait(earlier)
+    ended = Ended(s)
+    assert await computed(c, filtered(made)["y"].sum()) == TOTAL
+    assert len(MADE) == N and len(ended.keys) == N + 1
+
+
+@on_cluster(**{"optimization.fuse.active": False})
+async def test_dasks_own_switch_is_kept_to(c, s, a, b):
+    ended = Ended(s)
+    assert await computed(c, filtered()["y"].sum()) == TOTAL
+    assert len(ended.keys) > 5 * N
+
+
+@pytest.mark.parametrize("said", [{"retries": 1}, {"priority": lambda key: 1}])
+def test_programs_that_name_single_tasks_keep_them(said):
+    @on_cluster()
+    async def test(c, s, a, b):
+        ended = Ended(s)
+        with dask.annotate(**said):
+            assert await computed(c, filtered()["y"].sum()) == TOTAL
+        assert len(ended.keys) > 5 * N
+
+    test()
+
+
+@on_cluster()
+async def test_workers_of_a_program_are_kept_to(c, s, a, b):
+    with dask.annotate(workers=[b.address]):
+        result = computed(c, filtered()["y"].sum())
+    assert await result == TOTAL
+    assert not a.transfer_outgoing_count_total and not a.state.executed_count
+
+
+@on_cluster()
+async def test_layers_may_be_coroutines(c, s, a, b):
+    made = dd.from_map(awaited, range(N), meta=part(0))
+    assert await computed(c, filtered(made)["y"].sum()) == TOTAL
+
+
+async def awaited(number: int) -> pd.DataFrame:
+    return part(number)
+
+
+@on_cluster()
+async def test_an_error_is_the_users(c, s, a, b):
+    with pytest.raises(ZeroDivisionError, match="part 0"):
+        await computed(c, frame().map_partitions(fails, meta=part(0))["x"].sum())
+
+
+def fails(one: pd.DataFrame) -> pd.DataFrame:
+    if len(one) > 1:
+        raise ZeroDivisionError("part 0")
+    return one
+
+
+@on_cluster()
+async def test_layers_are_dasks_own_without_the_runtime(c, s, a, b):
+    await dask_gpurt.disable(c)
+    ended = Ended(s)
+    assert await computed(c, filtered()["y"].sum()) == TOTAL
+    assert len(ended.keys) > 5 * N
