@@ -150,8 +150,10 @@ def test_a_worker_that_takes_longer_than_others_is_slow(enabled: Client, any_sav
 
 @pytest.mark.skipif(CPU_COUNT < 2, reason="one processor cannot be too many for a thread")
 def test_one_thread_leaves_processors_free(
-    any_savings: None, capsys: pytest.CaptureFixture[str]
+    any_savings: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # How long a thread waits between tasks, beside other programs, is a matter of the machine.
+    monkeypatch.setattr(live_rules, "BUSY_SHARE", 0.1)
     with stock_client(1) as client:
         dask_gpurt.enable(client)
         with dask_gpurt.progress(client):
