@@ -85,6 +85,17 @@ async def test_a_task_makes_an_input_and_hands_it_over(c, s, a, b):
 
 
 @on_cluster()
+async def test_inputs_may_be_delayed_objects(c, s, a, b, caplog):
+    tasks = HandingOver(s)
+    parts = [dask.delayed(part)(number) for number in range(N)]
+    made = dd.from_delayed(parts, meta=META, verify_meta=False)
+    found = await c.compute(made.shuffle("key", npartitions=4)["x"].sum())
+    assert found == pytest.approx(all_rows()["x"].sum())
+    assert {key_split(key) for key in tasks.sizes} == {"part-shuffle-transfer"}
+    assert len(tasks.sizes) == N and "examined" not in caplog.text
+
+
+@on_cluster()
 async def test_held_inputs_are_handed_over_where_they_are(c, s, a, b):
     held = await held_frame(c)
     tasks = HandingOver(s)

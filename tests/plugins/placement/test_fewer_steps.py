@@ -193,6 +193,15 @@ async def test_workers_of_a_program_are_kept_to(c, s, a, b):
 
 
 @on_cluster()
+async def test_frames_of_delayed_objects_are_computed(c, s, a, b, caplog):
+    ended = Ended(s)
+    parts = [dask.delayed(part)(number) for number in range(N)]
+    made = dd.from_delayed(parts, meta=part(0), verify_meta=False)
+    assert await computed(c, filtered(made)["y"].sum()) == TOTAL
+    assert len(ended.keys) <= 4 * N + 1 and "examined" not in caplog.text
+
+
+@on_cluster()
 async def test_layers_may_be_coroutines(c, s, a, b):
     made = dd.from_map(awaited, range(N), meta=part(0))
     assert await computed(c, filtered(made)["y"].sum()) == TOTAL

@@ -78,6 +78,24 @@ class Chain:
         return sum(sizeof(task.value) for task in self.tasks if isinstance(task, DataNode))
 
 
+def with_own_keys(graph: Graph) -> Graph:
+    """Return a graph in which each task has the key under which the graph has it.
+
+    Dask's frames of delayed objects have aliases with the keys of their targets.
+
+    Returns
+    -------
+    dict
+        The same object, if all tasks have.
+    """
+    named = {
+        key: Alias(key, task.target) if isinstance(task, Alias) else task.substitute({}, key)
+        for key, task in graph.items()
+        if task.key != key
+    }
+    return {**graph, **named} if named else graph
+
+
 def barriers(graph: Graph) -> list[P2PBarrierTask]:
     """Return the task of each shuffle that all its inputs lead to."""
     return [task for task in graph.values() if isinstance(task, P2PBarrierTask)]

@@ -29,6 +29,7 @@ from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     Graph,
     barriers,
     keep_known,
+    with_own_keys,
     write,
 )
 
@@ -52,6 +53,7 @@ class FewerTasks:
 
         Called in a thread of the scheduler. It reads facts of the scheduler, each at once.
         """
+        graph = with_own_keys(graph)
         new = with_known_groups(graph, self._scheduler.tasks)
         if new is not graph:
             new = culled(new, {*program.wanted})
