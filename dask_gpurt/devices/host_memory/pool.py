@@ -15,6 +15,7 @@ budget.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -171,10 +172,14 @@ class HostPool:
         return run, first
 
     def close_lane(self, lane: Hashable) -> None:
-        """Release the pages that a lane was filling. The caller asks for nothing more in it."""
+        """Release the pages that a lane was filling, and at once those that hold no buffer yet.
+
+        A later request in the lane begins with another page.
+        """
         with self._lock:
             run = self._filling.pop(lane, None)
             if run is not None:
+                self._release(run, max(1, -(-run.used_nbytes // PAGE_NBYTES)))
                 self._dead.append((run, 0))
             self._collect()
 
@@ -259,13 +264,18 @@ class HostPool:
                 run.users = 0
             if run.users:
                 continue
-            self._used_pages -= run.n_pages
-            for number in range(run.n_pages):
-                address = run.address + number * PAGE_NBYTES
-                if len(self._spare) < self._keep_pages and not self._is_trimmed:
-                    self._spare.append(address)
-                else:
-                    self._pages.give_back(address)
+            self._release(run, 0)
+
+    def _release(self, run: _Run, first: int) -> None:
+        """Take the pages of a run from this one on, and keep them or return them to the system."""
+        for number in range(first, run.n_pages):
+            address = run.address + number * PAGE_NBYTES
+            if len(self._spare) < self._keep_pages and not self._is_trimmed:
+                self._spare.append(address)
+            else:
+                self._pages.give_back(address)
+        self._used_pages -= run.n_pages - first
+        run.n_pages = first
 
 
 def _reset_after_fork() -> None:
@@ -300,9 +310,15 @@ class Tenant:
     def close(self) -> None:
         """Release the pages that this user was filling. It asks for nothing more."""
         self._is_closed = True
+        self.close_lanes()
+
+    def close_lanes(self) -> None:
+        """Release the pages that this user was filling. It hardly asks for more; any thread."""
         while self._lanes:
-            pool, lane = self._lanes.pop()
-            pool.close_lane(lane)
+            # Another thread may take the last one.
+            with contextlib.suppress(KeyError):
+                pool, lane = self._lanes.pop()
+                pool.close_lane(lane)
 
 
 def pool_report(pool: HostPool) -> dict[str, Any]:

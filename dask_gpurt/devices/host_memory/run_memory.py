@@ -51,6 +51,10 @@ class RunMemory:
         """Return memory for an outgoing shard, where peers of this host can read it."""
         return self._tenant.empty(self._outgoing, nbytes, "outgoing")
 
+    def all_stored(self) -> None:
+        """Note that all shards are here: pages that lanes would fill next are free for outputs."""
+        self._tenant.close_lanes()
+
     def close(self) -> None:
         """Release the pages that lanes fill. See `Tenant.close`."""
         self._tenant.close()

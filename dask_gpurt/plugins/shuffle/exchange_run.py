@@ -366,6 +366,7 @@ class ExchangeRun:
             sync(self._worker.loop, self._control.move_task, key, owner)
         if not self.transferred:
             raise RuntimeError("`get_output_partition` called before barrier task")
+        self._memory.all_stored()
         slot = self._plan.slot_of[partition_id]
         with (
             self._timed("unpack"),

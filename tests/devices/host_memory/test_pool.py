@@ -217,6 +217,23 @@ def test_closing_a_lane_keeps_other_lanes_and_its_buffers(pool):
     assert address_of(pool.empty(HALF, lane="b")) == address_of(other) + HALF
 
 
+@pytest.mark.parametrize("lane", ["a", None])
+def test_a_closed_lane_gives_pages_without_buffers_back(pool, lane):
+    """Otherwise, outputs would take new pages while these wait for the last shard."""
+    full = [pool.empty(PAGE_NBYTES // 4 * 3, lane) for _ in range(2)]
+    # The first has a page of its own, the second is in a run of two pages.
+    assert pages_of(pool) == (3, 0)
+    for number, buffer in enumerate(full):
+        buffer[:] = number
+    pool.close_lane(lane)
+    assert pages_of(pool) == (2, 1)
+    other = pool.empty(PAGE_NBYTES)
+    other[:] = 9
+    assert all((buffer == number).all() for number, buffer in enumerate(full))
+    del full, other, buffer
+    assert pages_of(pool) == (0, 3)
+
+
 def test_a_closed_pool_lane_can_be_used_again(pool):
     first = pool.empty(16 << 10, lane="a")
     pool.close_lane("a")
@@ -235,6 +252,15 @@ def test_closing_a_tenant_closes_only_its_lanes(pool):
     del buffers
     assert [each.used_nbytes for each in pools] == [PAGE_NBYTES, 0]
     assert address_of(other.empty(pool, HALF, "a")) == address_of(theirs) + HALF
+
+
+def test_a_tenant_may_go_on_after_its_lanes_closed(pool):
+    tenant = Tenant()
+    first = tenant.empty(pool, HALF, "a")
+    tenant.close_lanes()
+    second, third = tenant.empty(pool, HALF, "a"), tenant.empty(pool, HALF, "a")
+    assert address_of(first) // PAGE_NBYTES != address_of(second) // PAGE_NBYTES
+    assert address_of(third) == address_of(second) + HALF
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -112,3 +112,14 @@ def test_spilling_again_and_again_leaves_no_full_pages(tmp_path):
     wasted = worker.pool.used_nbytes - worker.budget.used_nbytes
     assert wasted <= 2 * worker.pool.lane_nbytes
     worker.store.close()
+
+
+def test_outputs_get_the_pages_that_no_shard_has_filled(tmp_path):
+    worker = _Worker(tmp_path, n_slots=8, limit_nbytes=4 * GIB)
+    worker.receive(40)
+    before = worker.pool.used_nbytes
+    worker.memory.all_stored()
+    used, live = worker.pool.used_nbytes, 40 * 8 * 64 * KIB
+    assert before >= live + 8 * 3 * PAGE_NBYTES
+    assert used <= live + 8 * PAGE_NBYTES + live // 8
+    assert worker.pool.idle_nbytes == before - used
