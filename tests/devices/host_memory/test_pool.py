@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages
+from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages, SharedPages
 from dask_gpurt.devices.host_memory.pool import HostPool, Tenant
 from tests.devices.host_memory.pool_pages import HALF, MANY, Walk, address_of, pages_of
 
@@ -217,21 +217,24 @@ def test_closing_a_lane_keeps_other_lanes_and_its_buffers(pool):
     assert address_of(pool.empty(HALF, lane="b")) == address_of(other) + HALF
 
 
+@pytest.mark.parametrize("source", [PrivatePages, SharedPages])
 @pytest.mark.parametrize("lane", ["a", None])
-def test_a_closed_lane_gives_pages_without_buffers_back(pool, lane):
+def test_a_closed_lane_gives_pages_without_buffers_back(lane, source):
     """Otherwise, outputs would take new pages while these wait for the last shard."""
-    full = [pool.empty(PAGE_NBYTES // 4 * 3, lane) for _ in range(2)]
-    # The first has a page of its own, the second is in a run of two pages.
-    assert pages_of(pool) == (3, 0)
+    pool = HostPool(MANY, lane_pages=4, source=source())
+    full = [pool.empty(PAGE_NBYTES // 4 * 3, lane) for _ in range(3)]
+    # The first has a page of its own, the others share a run of four pages.
+    assert pages_of(pool) == (5, 0)
     for number, buffer in enumerate(full):
         buffer[:] = number
     pool.close_lane(lane)
-    assert pages_of(pool) == (2, 1)
-    other = pool.empty(PAGE_NBYTES)
+    assert pages_of(pool) == (3, 2)
+    other = pool.empty(3 * PAGE_NBYTES)
     other[:] = 9
     assert all((buffer == number).all() for number, buffer in enumerate(full))
     del full, other, buffer
-    assert pages_of(pool) == (0, 3)
+    assert pages_of(pool) == (0, 6), "two of its three pages are those of the lane"
+    pool.trim()
 
 
 def test_a_closed_pool_lane_can_be_used_again(pool):
