@@ -4,12 +4,15 @@ Every operation of a program on frames is a layer, with a task for each partitio
 partition alone: a filter, a product of two columns, the reading of a file. Every task costs the
 scheduler and its worker about a millisecond, however little it does. So layers go together whose
 results only the next layer needs.
+
+Branches that are independent until a later layer joins them stay apart. Two threads may take them
+at once, and with few partitions nothing else keeps all threads busy.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
@@ -23,6 +26,8 @@ class Layer(NamedTuple):
         Differs from all other layers' names.
     inputs
         Names of layers that it needs.
+    whole_inputs
+        Those of which each partition needs all, such as a small table.
     n_partitions
         It has a task for each partition.
     may_go_together
@@ -33,6 +38,7 @@ class Layer(NamedTuple):
     inputs: frozenset[str]
     n_partitions: int
     may_go_together: bool
+    whole_inputs: frozenset[str] = frozenset()
 
 
 def grouped(layers: Iterable[Layer]) -> list[list[str]]:
@@ -49,21 +55,53 @@ def grouped(layers: Iterable[Layer]) -> list[list[str]]:
     """
     by_name = {layer.name: layer for layer in layers}
     order = [*TopologicalSorter({one.name: one.inputs for one in by_name.values()}).static_order()]
+    joins = _joins(by_name, order)
     #: By layer, the last layer of its group.
     last: dict[str, str] = {}
-    lasts_of_dependents: dict[str, set[str]] = defaultdict(set)
+    #: By layer, where it may go; it does if this is one place.
+    places: dict[str, set[str]] = defaultdict(set)
     for name in reversed(order):
-        layer = by_name[name]
-        found = lasts_of_dependents[name]
+        layer, found = by_name[name], places[name]
         (one,) = found if len(found) == 1 else (name,)
         last[name] = one if _fits(layer, by_name[one]) else name
         for needed in layer.inputs:
-            lasts_of_dependents[needed].add(last[name])
+            places[needed].add(needed if name in joins else last[name])
     groups: dict[str, list[str]] = {}
     for name in order:
         groups.setdefault(last[name], []).append(name)
     # By their last layers: a group that needs another group's result has a later one.
     return [groups[name] for name in order if len(groups.get(name, ())) > 1]
+
+
+def _joins(by_name: Mapping[str, Layer], order: Sequence[str]) -> set[str]:
+    """Return the layers that join independent branches."""
+    #: By layer, the layers at which its branches begin.
+    begins: dict[str, set[str]] = {}
+    found = set()
+    for name in order:
+        layer = by_name[name]
+        branches = [
+            begins[needed] if _fits(by_name[needed], layer) else {needed}
+            for needed in layer.inputs - layer.whole_inputs
+        ]
+        begins[name] = set().union(*branches) or {name}
+        if not _are_connected(branches):
+            found.add(name)
+    return found
+
+
+def _are_connected(branches: list[set[str]]) -> bool:
+    """Return whether no branch is without a common beginning with the others."""
+    if not branches:
+        return True
+    connected, rest = branches[0], branches[1:]
+    while rest:
+        more = [one for one in rest if connected & one]
+        if not more:
+            return False
+        connected = connected.union(*more)
+        rest = [one for one in rest if one not in more]
+    return True
 
 
 def _fits(layer: Layer, last: Layer) -> bool:

@@ -20,8 +20,9 @@ def programs(draw: st.DrawFn) -> list[Layer]:
     return draw(st.permutations(found))
 
 
-def layer(name: str, *inputs: str, n: int = 4, together: bool = True) -> Layer:
-    return Layer(name, frozenset(inputs), n, together)
+def layer(name: str, *inputs: str, n: int = 4, together: bool = True, whole: str = "") -> Layer:
+    needed = frozenset(inputs) | ({whole} if whole else set())
+    return Layer(name, needed, n, together, frozenset({whole} if whole else ()))
 
 
 def dependents(layers: list[Layer]) -> dict[str, set[str]]:
@@ -44,11 +45,25 @@ def test_all_that_may_go_together_do(layers):
     by_name, needed_by = {one.name: one for one in layers}, dependents(layers)
     group_of = {name: number for number, group in enumerate(grouped(layers)) for name in group}
     for one in layers:
-        groups = {group_of.get(name) for name in needed_by[one.name]}
-        if one.may_go_together and len(groups) == 1 and None not in groups:
-            (name, *_) = needed_by[one.name]
-            if by_name[name].n_partitions == one.n_partitions:
-                assert group_of[one.name] in groups
+        # A layer of one input joins no branches.
+        if one.may_go_together and len(needed_by[one.name]) == 1:
+            later = by_name[next(iter(needed_by[one.name]))]
+            fits = later.may_go_together and later.n_partitions == one.n_partitions
+            if fits and len(later.inputs) == 1:
+                assert group_of[one.name] == group_of[later.name]
+
+
+@given(programs())
+def test_two_threads_may_take_two_branches(layers):
+    """Two layers of a group that have no beginning in common in it: only one goes on in it."""
+    by_name = {one.name: one for one in layers}
+    for group in grouped(layers):
+        begins: dict[str, set[str]] = {}
+        for name in group:
+            needed = by_name[name].inputs
+            inside = [begins[each] for each in needed if each in begins]
+            begins[name] = {*needed - begins.keys()}.union(*inside) or {name}
+            assert len(inside) < 2 or set.intersection(*inside) or len(inside) > 2
 
 
 @given(programs())
@@ -100,9 +115,56 @@ def test_a_small_table_stays():
         layer("table", n=1),
         layer("named", "table", n=1),
         layer("read"),
-        layer("merge", "read", "named"),
+        layer("merge", "read", whole="named"),
     ]
     assert grouped(layers) == [["table", "named"], ["read", "merge"]]
+
+
+def test_branches_stay_apart():
+    layers = [
+        layer("left"),
+        layer("filter", "left"),
+        layer("right"),
+        layer("merge", "filter", "right"),
+        layer("chunk", "merge"),
+    ]
+    assert grouped(layers) == [["left", "filter"], ["merge", "chunk"]]
+
+
+def test_columns_of_one_output_are_no_branches():
+    layers = [
+        layer("shuffle", together=False, n=0),
+        layer("a", "shuffle"),
+        layer("b", "shuffle"),
+        layer("product", "a", "b"),
+        layer("assign", "shuffle", "product"),
+    ]
+    assert [sorted(group) for group in grouped(layers)] == [["a", "assign", "b", "product"]]
+
+
+def test_outputs_of_two_shuffles_are_branches():
+    layers = [
+        layer("one", together=False, n=0),
+        layer("other", together=False, n=0),
+        layer("filter", "one"),
+        layer("merge", "filter", "other"),
+        layer("chunk", "merge"),
+    ]
+    assert grouped(layers) == [["merge", "chunk"]]
+
+
+def test_a_common_beginning_connects_branches_in_turn():
+    layers = [
+        layer("x", together=False, n=0),
+        layer("y", together=False, n=0),
+        layer("a", "x"),
+        layer("b", "y"),
+        layer("both", "x", "y"),
+        layer("end", "a", "b", "both"),
+    ]
+    assert [sorted(group) for group in grouped(layers)] == [["a", "b", "both", "end"]]
+    layers[4] = layer("both", "x", "y", together=False)
+    assert grouped(layers) == []
 
 
 def test_nothing_to_put_together():

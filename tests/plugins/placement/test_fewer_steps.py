@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from threading import Event
+from threading import Barrier, Event
 
 import dask
 import dask.dataframe as dd
@@ -199,6 +199,29 @@ async def test_frames_of_delayed_objects_are_computed(c, s, a, b, caplog):
     made = dd.from_delayed(parts, meta=part(0), verify_meta=False)
     assert await computed(c, filtered(made)["y"].sum()) == TOTAL
     assert len(ended.keys) <= 4 * N + 1 and "examined" not in caplog.text
+
+
+@gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)
+async def test_branches_run_at_once(c, s, a):
+    one, other = (
+        dd.from_map(part, [number], meta=part(0), divisions=(0, 39)).map_partitions(
+            meets, meta=part(0)
+        )
+        for number in (1, 2)
+    )
+    ended = Ended(s)
+    assert await computed(c, (one["x"] + other["x"]).sum()) == 3 * 40
+    assert ended.names() >= {"part-meets-getitem"} and len(ended.keys) == 4
+
+
+MEETING = Barrier(2)
+
+
+def meets(one: pd.DataFrame) -> pd.DataFrame:
+    """Return a partition, once another thread is here, too."""
+    if len(one) > 1:
+        MEETING.wait(60)
+    return one
 
 
 @on_cluster()

@@ -11,6 +11,7 @@ Dask puts them together itself when a program calls `persist`, and did so in all
 alone, with keys of its name and the number of the partition | |
 | `_ExprSequence` of `dask._expr` | all that a program computes at once | |
 | `Expr.walk`, `.dependencies`, `._name`, `.npartitions` | the layers of a program | |
+| `Blockwise._broadcast_dep` | an input of which each partition needs all | |
 | `Task.fuse`, `GraphNode.substitute`, `.block_fusion`, `.is_coro` | tasks are put into one | |
 | `_execute_subgraph` of `dask._task_spec`, its second argument | the last task of a group | |
 | `TaskState.run_spec` | a task that the scheduler has keeps its inputs | |
@@ -67,13 +68,19 @@ def layers(expr: Any, stays: Callable[[Any], bool]) -> list[Layer]:
         return []
     found, n_blockwise = [], 0
     for one in expr.walk():
-        is_blockwise, n_partitions = frames.is_valid_blockwise_op(one), 0
-        if is_blockwise:
-            n_partitions = one.npartitions
-            n_blockwise += 1
-            is_blockwise = not any(stays((one._name, number)) for number in range(n_partitions))
-        inputs = frozenset(needed._name for needed in one.dependencies())
-        found.append(Layer(one._name, inputs, n_partitions, is_blockwise))
+        needed = one.dependencies()
+        inputs = frozenset(each._name for each in needed)
+        if not frames.is_valid_blockwise_op(one):
+            found.append(Layer(one._name, inputs, 0, may_go_together=False))
+            continue
+        n_blockwise += 1
+        keys = ((one._name, number) for number in range(one.npartitions))
+        whole = frozenset(
+            each._name
+            for each in needed
+            if one._broadcast_dep(each) and each.npartitions != one.npartitions
+        )
+        found.append(Layer(one._name, inputs, one.npartitions, not any(map(stays, keys)), whole))
     return found if n_blockwise else []
 
 
