@@ -2,8 +2,8 @@
 
 Every operation of a program on frames is a layer, with a task for each partition. Many work on each
 partition alone: a filter, a product of two columns, the reading of a file. Every task costs the
-scheduler and its worker about a millisecond, however little it does. So layers go together whose
-results only the next layer needs.
+scheduler and its worker about a millisecond, however little it does. So a layer joins the
+layers that need it, if all of these are in one task already.
 
 Branches that are independent until a later layer joins them stay apart. Two threads may take them
 at once, and with few partitions nothing else keeps all threads busy.
@@ -28,6 +28,8 @@ class Layer(NamedTuple):
         Names of layers that it needs.
     whole_inputs
         Those of which each partition needs all, such as a small table.
+    runs_user_code
+        Whether it may take long: a branch begins there.
     n_partitions
         It has a task for each partition.
     may_go_together
@@ -39,6 +41,7 @@ class Layer(NamedTuple):
     n_partitions: int
     may_go_together: bool
     whole_inputs: frozenset[str] = frozenset()
+    runs_user_code: bool = False
 
 
 def grouped(layers: Iterable[Layer]) -> list[list[str]]:
@@ -61,9 +64,11 @@ def grouped(layers: Iterable[Layer]) -> list[list[str]]:
     #: By layer, where it may go; it does if this is one place.
     places: dict[str, set[str]] = defaultdict(set)
     for name in reversed(order):
-        layer, found = by_name[name], places[name]
-        (one,) = found if len(found) == 1 else (name,)
-        last[name] = one if _fits(layer, by_name[one]) else name
+        layer, found, last[name] = by_name[name], places[name], name
+        if len(found) == 1:
+            (one,) = found
+            if _fits(layer, by_name[one]):
+                last[name] = one
         for needed in layer.inputs:
             places[needed].add(needed if name in joins else last[name])
     groups: dict[str, list[str]] = {}
@@ -84,7 +89,9 @@ def _joins(by_name: Mapping[str, Layer], order: Sequence[str]) -> set[str]:
             begins[needed] if _fits(by_name[needed], layer) else {needed}
             for needed in layer.inputs - layer.whole_inputs
         ]
-        begins[name] = set().union(*branches) or {name}
+        begins[name] = set().union(*branches)
+        if layer.runs_user_code or not begins[name]:
+            begins[name] = {name}
         if not _are_connected(branches):
             found.add(name)
     return found

@@ -131,6 +131,18 @@ def test_branches_stay_apart():
     assert grouped(layers) == [["left", "filter"], ["merge", "chunk"]]
 
 
+def test_functions_of_a_user_are_branches():
+    layers = [
+        layer("read"),
+        layer("one", "read")._replace(runs_user_code=True),
+        layer("other", "read")._replace(runs_user_code=True),
+        layer("sum", "one", "other"),
+    ]
+    assert grouped(layers) == []
+    chain = [layer("read"), layers[1], layer("sum", "one")]
+    assert grouped(chain) == [["read", "one", "sum"]]
+
+
 def test_columns_of_one_output_are_no_branches():
     layers = [
         layer("shuffle", together=False, n=0),

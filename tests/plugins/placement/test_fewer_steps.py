@@ -12,7 +12,7 @@ import pytest
 from dask.base import collections_to_expr
 from dask.core import flatten
 from dask.utils import key_split
-from distributed import wait
+from distributed import Client, wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -127,6 +127,58 @@ async def test_programs_that_send_several_graphs_share_results(c, s, a, b):
     GO_ON.set()
     assert await c.gather(futures) == [ALL["x"].sum(), N - 1]
     assert sorted(MADE) == [*range(N)]
+
+
+@on_cluster()
+async def test_programs_that_wait_at_once_share_results(c, s, a, b):
+    """The first one hides its layers in groups, and all others share theirs."""
+    made = frame().map_partitions(waits, meta=part(0))
+    programs = [made["x"].sum(), made["x"].max(), made["x"].min(), made["x"].count()]
+    results = [computed(c, programs[0])]
+    await started(c)
+    results += [computed(c, program) for program in programs[1:]]
+    await async_poll_for(lambda: sum(len(one.who_wants or ()) for one in s.tasks.values()) == 4, 60)
+    GO_ON.set()
+    assert [await one for one in results] == [ALL["x"].sum(), N - 1, 0, len(ALL)]
+    assert sorted(MADE) == sorted([*range(N)] * 2)
+
+
+@on_cluster()
+async def test_the_same_program_twice_is_done_once(c, s, a, b):
+    made = frame().map_partitions(waits, meta=part(0))
+    results = [computed(c, made["x"].sum())]
+    await started(c)
+    async with Client(s.address, asynchronous=True) as other:
+        results.append(computed(other, made["x"].sum()))
+        await async_poll_for(
+            lambda: any(len(one.who_wants or ()) == 2 for one in s.tasks.values()), 60
+        )
+        GO_ON.set()
+        assert [await one for one in results] == [ALL["x"].sum()] * 2
+    assert sorted(MADE) == [*range(N)]
+
+
+def test_tasks_of_a_program_are_forgotten_after_the_runtime(caplog):
+    @on_cluster()
+    async def test(c, s, a, b):
+        total = filtered(frame().map_partitions(waits, meta=part(0)))["y"].sum()
+        first = computed(c, total)
+        await started(c)
+        await dask_gpurt.disable(c)
+        before = {*s.tasks}
+        second = c.compute(total + 1)
+        await async_poll_for(lambda: not s.tasks.keys() <= before, 60)
+        GO_ON.set()
+        assert [await first, await second] == [TOTAL, TOTAL + 1]
+        assert "run_spec" not in caplog.text and sorted(MADE) == [*range(N)]
+        del first, second
+        await async_poll_for(lambda: not s.tasks, 60)
+        assert s.stream_handlers["update-graph"] != s.update_graph
+        await c.submit(int)
+        await async_poll_for(lambda: s.stream_handlers["update-graph"] == s.update_graph, 60)
+
+    with caplog.at_level(logging.WARNING, "distributed.scheduler"):
+        test()
 
 
 @pytest.mark.parametrize("second", ["compute", "persist", "get"])

@@ -11,6 +11,7 @@ Dask puts them together itself when a program calls `persist`, and did so in all
 alone, with keys of its name and the number of the partition | |
 | `_ExprSequence` of `dask._expr` | all that a program computes at once | |
 | `Expr.walk`, `.dependencies`, `._name`, `.npartitions` | the layers of a program | |
+| `MapPartitions`, `Map` and `Apply` of `_expr` | layers that run a user's function | |
 | `Blockwise._broadcast_dep` | an input of which each partition needs all | |
 | `Task.fuse`, `GraphNode.substitute`, `.block_fusion`, `.is_coro` | tasks are put into one | |
 | `_execute_subgraph` of `dask._task_spec`, its second argument | the last task of a group | |
@@ -22,6 +23,7 @@ these.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections import Counter
@@ -59,40 +61,56 @@ def layers(expr: Any, stays: Callable[[Any], bool]) -> list[Layer]:
     Returns
     -------
     list of Layer
-        Empty if there are no frames in the program.
+        Empty if the program has other collections than frames.
     """
     frames = sys.modules.get(_FRAMES)
     roots = expr.operands if isinstance(expr, _ExprSequence) else [expr]
     # Layers of other collections have no names before they are hashed, which takes long.
     if frames is None or not all(isinstance(one, frames.Expr) for one in roots):
         return []
-    found, n_blockwise = [], 0
+    found = []
     for one in expr.walk():
         needed = one.dependencies()
         inputs = frozenset(each._name for each in needed)
         if not frames.is_valid_blockwise_op(one):
             found.append(Layer(one._name, inputs, 0, may_go_together=False))
             continue
-        n_blockwise += 1
-        keys = ((one._name, number) for number in range(one.npartitions))
-        whole = frozenset(
-            each._name
-            for each in needed
-            if one._broadcast_dep(each) and each.npartitions != one.npartitions
+        n_partitions = one.npartitions
+        keys = ((one._name, number) for number in range(n_partitions))
+        found.append(
+            Layer(
+                one._name,
+                inputs,
+                n_partitions,
+                may_go_together=not any(map(stays, keys)),
+                whole_inputs=frozenset(
+                    each._name
+                    for each in needed
+                    if one._broadcast_dep(each) and each.npartitions != n_partitions
+                ),
+                runs_user_code=isinstance(one, (frames.MapPartitions, frames.Map, frames.Apply)),
+            )
         )
-        found.append(Layer(one._name, inputs, one.npartitions, not any(map(stays, keys)), whole))
-    return found if n_blockwise else []
+    return found
 
 
-def put_together(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
+def put_together(
+    graph: Graph, groups: Sequence[Sequence[str]]
+) -> tuple[Graph, dict[Any, frozenset[str]]]:
     """Return a graph with one task for each partition of a group of layers.
 
     Parameters
     ----------
     groups
         Names of layers. A layer comes after its inputs, and a group after those that it needs.
+
+    Returns
+    -------
+    graph : dict
+    made : dict
+        By key of each new task, the names of its layers.
     """
-    new = dict(graph)
+    new, made = dict(graph), {}
     n_dependents = Counter(key for task in graph.values() for key in task.dependencies)
     renamed: dict[Any, Any] = {}
     for names in groups:
@@ -104,14 +122,15 @@ def put_together(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
             group_name = group_name or _name(tasks, fused)
             key = renamed[tasks[-1].key] = (group_name, number)
             new[key] = fused.substitute({}, key=key)
-    return {key: _with_new_names(task, renamed) for key, task in new.items()}
+            made[key] = frozenset(names)
+    return {key: _with_new_names(task, renamed) for key, task in new.items()}, made
 
 
 def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
     """Return a graph in which tasks that a scheduler has need the groups that they have there.
 
-    A task of a scheduler keeps its inputs. If it came with an earlier graph, its inputs may be in
-    groups, and they stay so.
+    Dask warns of a key whose inputs change, and ignores the new ones. If a task came with an
+    earlier graph, its inputs may be in groups, and they stay so.
 
     Returns
     -------
@@ -120,20 +139,44 @@ def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
     """
     found: Graph = {}
     for key, task in graph.items():
-        state = known.get(key)
-        spec = state.run_spec if state is not None else None
+        spec = _spec_of(key, known)
         if spec is not None and _needs_groups(spec, task, known):
-            fresh = [spec]
-            while fresh:
-                one = fresh.pop()
-                found[one.key] = one
-                specs = (known[needed].run_spec for needed in one.dependencies if needed in known)
-                fresh += [one for one in specs if one is not None and one.key not in found]
+            # A thread looks: meanwhile the scheduler may forget a task that is not needed any more.
+            with contextlib.suppress(_Forgotten):
+                found.update(_with_all_needed(spec, graph, known))
     return {**graph, **found} if found else graph
 
 
+class _Forgotten(Exception):
+    """The scheduler has not all tasks any more that a known task needs."""
+
+
+def _spec_of(key: Any, known: Mapping[Any, TaskState]) -> GraphNode | None:
+    state = known.get(key)
+    return state.run_spec if state is not None else None
+
+
+def _with_all_needed(spec: GraphNode, graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
+    """Return a task of a scheduler, with all tasks that it needs there, by key."""
+    found, fresh = {spec.key: spec}, [*spec.dependencies]
+    while fresh:
+        key = fresh.pop()
+        if key in found:
+            continue
+        one = _spec_of(key, known)
+        if one is not None:
+            found[key] = one
+            fresh += one.dependencies
+        elif key not in graph and key not in known:
+            raise _Forgotten
+    return found
+
+
 def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskState]) -> bool:
-    """Return whether a task of a scheduler is this one, but for inputs that are in groups."""
+    """Return whether a task is the one that a scheduler has, which needs groups there.
+
+    For example, the scheduler's needs `part-fused-chunk`, and this one needs `chunk`.
+    """
     if spec.dependencies == task.dependencies or len(spec.dependencies) != len(task.dependencies):
         return False
     return {_result_of(key, task, known) for key in spec.dependencies} == {*task.dependencies}
@@ -141,8 +184,7 @@ def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskStat
 
 def _result_of(key: Any, task: GraphNode, known: Mapping[Any, TaskState]) -> Any:
     """Return the key of the last task in a group, if this is a group that a task needs."""
-    state = known.get(key) if key not in task.dependencies else None
-    spec = state.run_spec if state is not None else None
+    spec = _spec_of(key, known) if key not in task.dependencies else None
     if isinstance(spec, Task) and spec.func is _execute_subgraph:
         return spec.args[1]
     return key
@@ -178,8 +220,8 @@ def _name(tasks: Sequence[GraphNode], fused: GraphNode) -> str:
     names = [names[0], *(name for name in names[1:] if name.replace("-", "").isalpha())]
     if len(names) > _MOST_NAMES:
         names = [names[0], "fused", names[-1]]
-    # A key stands for the same task for ever, and programs may group its layers differently, or
-    # those that it needs.
+    # A key stands for the same task for ever. Two programs may group these layers differently, or
+    # the layers that these need. All partitions are grouped like the first.
     contents = repr(([task.key for task in tasks], sorted(map(str, fused.dependencies))))
     return "-".join([*names, hashlib.md5(contents.encode(), usedforsecurity=False).hexdigest()])
 

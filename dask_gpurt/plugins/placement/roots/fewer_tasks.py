@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 
 from dask_gpurt.placement import blockwise_groups
+from dask_gpurt.placement.blockwise_groups import Layer
 from dask_gpurt.placement.input_groups import ShuffleInput, grouped
 from dask_gpurt.plugins.patches.graphs.blockwise_layers import (
     layers,
@@ -42,11 +43,27 @@ class FewerTasks:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        #: By key of each task of several layers that the scheduler may still have, their names.
+        self._made: dict[Any, frozenset[str]] = {}
+        self._is_ending = False
         self._swap = GraphSwap(scheduler, tasks=self.rewrite)
 
     def uninstall(self) -> None:
-        """Leave the graphs that arrive from now on to stock Dask."""
-        self._swap.uninstall()
+        """Leave the graphs that arrive from now on to stock Dask, but for tasks it has already.
+
+        A later graph may have layers that are in such tasks. As Dask ignores new inputs of a task,
+        it would never forget these layers.
+        """
+        self._is_ending = True
+        self._forget()
+        if not self._made:
+            self._swap.uninstall()
+
+    def _forget(self) -> None:
+        """Forget tasks that the scheduler has forgotten."""
+        tasks = self._scheduler.tasks
+        # Copied at once: this runs on the event loop as well as in its thread.
+        self._made = {key: names for key, names in [*self._made.items()] if key in tasks}
 
     def rewrite(self, graph: Graph, program: SentProgram) -> Graph:
         """Return a graph that gives the same results.
@@ -57,6 +74,11 @@ class FewerTasks:
         new = with_known_groups(graph, self._scheduler.tasks)
         if new is not graph:
             new = culled(new, {*program.wanted})
+        if self._is_ending:
+            self._forget()
+            if not self._made:
+                self._scheduler.loop.add_callback(self._swap.uninstall)
+            return new
         if program.may_fuse and program.is_awaited and not program.annotations:
             new = self._with_blockwise_groups(new, program)
         return self._with_grouped_inputs(new, program)
@@ -71,7 +93,21 @@ class FewerTasks:
         # Another program may need a task that the scheduler has, or it may be done.
         found = layers(program.expr, lambda key: key in wanted or key in tasks)
         groups = blockwise_groups.grouped(found)
-        return put_together(graph, groups) if groups else graph
+        if not groups or self._hides_layers_of(found, groups):
+            return graph
+        new, made = put_together(graph, groups)
+        self._made.update(made)
+        return new
+
+    def _hides_layers_of(self, found: list[Layer], groups: list[list[str]]) -> bool:
+        """Return whether an earlier program has layers of this one in groups of its own.
+
+        Their work is done once more then. But programs that come after this one can share it.
+        """
+        self._forget()
+        names = {layer.name for layer in found}
+        same = {frozenset(group) for group in groups}
+        return any(one & names for one in {*self._made.values()} - same)
 
     # ------------------------------------------------------------------ inputs of shuffles
 
