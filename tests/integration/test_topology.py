@@ -92,6 +92,14 @@ async def test_machines_are_described_on_request(c, s, a, b):
         await activation.machines(c, False)
 
 
+@gen_cluster(config=ON)
+async def test_a_worker_that_ends_probes_nothing(s, a, b):
+    """An error in a handler would be logged with a traceback at the end of a program."""
+    await a.rpc.close()
+    found = await HostReporter(a).gpurt_probe(b.address)
+    assert found == {"problem": f"{b.address} cannot be reached: ConnectionPool is closed"}
+
+
 @gen_cluster(client=True, config=ON)
 async def test_probes_of_a_worker_are_bounded(c, s, a, b):
     report = HostReporter(a)

@@ -70,8 +70,9 @@ class HostReporter:
             # A slow link that delivered at least one message is still measured.
             if not transfers:
                 return {"problem": f"nothing came from {source} in {2 * probing.MAX_PAIR_S:g} s"}
-        except (OSError, ValueError) as error:
-            # ValueError: an address of a kind that Dask does not know.
+        except (OSError, ValueError, RuntimeError) as error:
+            # ValueError: an address of a kind that Dask does not know. RuntimeError: this worker
+            # has closed its connections, as it ends.
             return {"problem": f"{source} cannot be reached: {error}"}
         finally:
             # In a large cluster, idle connections to all others would take many open files.
