@@ -2,8 +2,8 @@
 
 Every operation of a program on frames is a layer, with a task for each partition. Many work on each
 partition alone: a filter, a product of two columns, the reading of a file. Every task costs the
-scheduler and its worker about a millisecond, however little it does. So a layer joins the
-layers that need it, if all of these are in one task already.
+scheduler and its worker about a millisecond, however little it does. So a layer joins the layers
+that need it, if all of these are in one task already.
 
 Branches that are independent until a later layer joins them stay apart. Two threads may take them
 at once, and with few partitions nothing else keeps all threads busy.
@@ -26,14 +26,14 @@ class Layer(NamedTuple):
         Differs from all other layers' names.
     inputs
         Names of layers that it needs.
-    whole_inputs
-        Those of which each partition needs all, such as a small table.
-    runs_user_code
-        Whether it may take long: a branch begins there.
     n_partitions
         It has a task for each partition.
     may_go_together
         Whether the task of a partition may do other layers as well.
+    whole_inputs
+        The inputs of which each partition needs all, such as a small table.
+    runs_user_code
+        Whether it may take long: a branch begins there.
     """
 
     name: str

@@ -313,7 +313,7 @@ class Tenant:
         self.close_lanes()
 
     def close_lanes(self) -> None:
-        """Release the pages that this user was filling. It hardly asks for more; any thread."""
+        """Release the pages that this user is filling, from any thread. It may ask for more."""
         while self._lanes:
             # Another thread may take the last one.
             with contextlib.suppress(KeyError):

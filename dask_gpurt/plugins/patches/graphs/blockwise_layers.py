@@ -13,7 +13,7 @@ alone, with keys of its name and the number of the partition | |
 | `Expr.walk`, `.dependencies`, `._name`, `.npartitions` | the layers of a program | |
 | `MapPartitions`, `Map` and `Apply` of `_expr` | layers that run a user's function | |
 | `Blockwise._broadcast_dep` | an input of which each partition needs all | |
-| `Task.fuse`, `GraphNode.substitute`, `.block_fusion`, `.is_coro` | tasks are put into one | |
+| `Task.fuse`, `GraphNode.substitute` | tasks are put into one | |
 | `_execute_subgraph` of `dask._task_spec`, its second argument | the last task of a group | |
 | `TaskState.run_spec` | a task that the scheduler has keeps its inputs | |
 
@@ -24,7 +24,6 @@ these.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +34,11 @@ from dask._task_spec import Task, _execute_subgraph
 from dask.utils import key_split
 
 from dask_gpurt.placement.blockwise_groups import Layer
+from dask_gpurt.plugins.patches.graphs.transfer_tasks import Graph, may_be_fused, token_of
 
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode
     from distributed.scheduler import TaskState
-
-#: Tasks of a program, by key.
-Graph = dict[Any, "GraphNode"]
 
 _FRAMES = "dask.dataframe.dask_expr._expr"
 #: A task with more layers is named after the first and the last one, as Dask names its own.
@@ -118,10 +115,10 @@ def put_together(
         for number, tasks in _partitions(graph, names, n_dependents):
             for task in tasks:
                 del new[task.key]
-            fused = Task.fuse(*(_with_new_names(task, renamed) for task in tasks))
-            group_name = group_name or _name(tasks, fused)
+            named = [_with_new_names(task, renamed) for task in tasks]
+            group_name = group_name or _name(named)
             key = renamed[tasks[-1].key] = (group_name, number)
-            new[key] = fused.substitute({}, key=key)
+            new[key] = Task.fuse(*named, key=key)
             made[key] = frozenset(names)
     return {key: _with_new_names(task, renamed) for key, task in new.items()}, made
 
@@ -197,7 +194,7 @@ def _partitions(
     number = 0
     while (names[-1], number) in graph:
         tasks = [graph.get((name, number)) for name in names]
-        found = [task for task in tasks if task is not None and _may_be_fused(task)]
+        found = [task for task in tasks if task is not None and may_be_fused(task)]
         needed = Counter(key for task in found for key in task.dependencies)
         # A layer may have tasks that its expression does not tell of, and these may need one.
         if len(found) == len(names) and all(
@@ -207,11 +204,7 @@ def _partitions(
         number += 1
 
 
-def _may_be_fused(task: GraphNode) -> bool:
-    return not (task.block_fusion or task.is_coro)
-
-
-def _name(tasks: Sequence[GraphNode], fused: GraphNode) -> str:
+def _name(tasks: Sequence[GraphNode]) -> str:
     """Return the name of a group with all its partitions, given the tasks of one of them."""
     # The reading of a file first: it tells most of a task, and takes longest.
     sources_first = sorted(tasks, key=lambda task: bool(task.dependencies))
@@ -222,8 +215,9 @@ def _name(tasks: Sequence[GraphNode], fused: GraphNode) -> str:
         names = [names[0], "fused", names[-1]]
     # A key stands for the same task for ever. Two programs may group these layers differently, or
     # the layers that these need. All partitions are grouped like the first.
-    contents = repr(([task.key for task in tasks], sorted(map(str, fused.dependencies))))
-    return "-".join([*names, hashlib.md5(contents.encode(), usedforsecurity=False).hexdigest()])
+    own = [task.key for task in tasks]
+    needed = {key for task in tasks for key in task.dependencies}.difference(own)
+    return "-".join([*names, token_of((own, sorted(map(str, needed))))])
 
 
 def _with_new_names(task: GraphNode, renamed: dict[Any, Any]) -> GraphNode:

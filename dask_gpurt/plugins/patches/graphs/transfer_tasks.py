@@ -10,7 +10,7 @@ after the other, so that one input at a time is in memory.
 |---|---|---|
 | `P2PBarrierTask` with `.func`, `.args`, `.spec` | its inputs are the tasks that hand over; one
 with fewer inputs is written | |
-| `Task.fuse`, `Alias`, `TaskRef`, `GraphNode.block_fusion` | tasks are put into one | |
+| `Task.fuse`, `Alias`, `TaskRef`, `GraphNode.block_fusion`, `.is_coro` | tasks are put into one | |
 | `DataNode.value` | the size of data that a task carries | |
 | `_execute_subgraph` of `dask._task_spec` | tells how many inputs a task hands over | |
 | `TaskState.run_spec` | a shuffle that the scheduler has keeps its tasks | |
@@ -76,6 +76,16 @@ class Chain:
     def carried_nbytes(self) -> int:
         """Bytes of data that are in these tasks, as a client sent them."""
         return sum(sizeof(task.value) for task in self.tasks if isinstance(task, DataNode))
+
+
+def may_be_fused(task: GraphNode) -> bool:
+    """Return whether a task may be put into one with others."""
+    return not (task.block_fusion or task.is_coro)
+
+
+def token_of(contents: object) -> str:
+    """Return a token for keys, of a list of keys in lists."""
+    return hashlib.md5(repr(contents).encode(), usedforsecurity=False).hexdigest()
 
 
 def with_own_keys(graph: Graph) -> Graph:
@@ -153,7 +163,7 @@ class ChainFinder:
         while len(task.dependencies) == 1 and not task.block_fusion:
             (key,) = task.dependencies
             before = self._graph.get(key)
-            if before is None or before.block_fusion or before.is_coro:
+            if before is None or not may_be_fused(before):
                 return
             if self.is_shared(key) or key in self._wanted or key in self._known:
                 return
@@ -180,8 +190,7 @@ def _referred(arg: Any) -> Any:
 def write(graph: Graph, barrier: P2PBarrierTask, groups: Sequence[Sequence[Chain]]) -> None:
     """Put one task in place of each group of chains, named after the first chain."""
     # A key stands for the same inputs for ever, so it tells how all of them are grouped.
-    contents = repr([[[task.key for task in chain.tasks] for chain in group] for group in groups])
-    token = hashlib.md5(contents.encode(), usedforsecurity=False).hexdigest()
+    token = token_of([[[task.key for task in chain.tasks] for chain in group] for group in groups])
     keys = []
     for group in groups:
         tasks = [task for chain in group for task in chain.tasks]

@@ -71,7 +71,7 @@ class FewerTasks:
         Called in a thread of the scheduler. It reads facts of the scheduler, each at once.
         """
         graph = with_own_keys(graph)
-        new = with_known_groups(graph, self._scheduler.tasks)
+        new = with_known_groups(graph, self._scheduler.tasks) if self._made else graph
         if new is not graph:
             new = culled(new, {*program.wanted})
         if self._is_ending:
