@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from threading import Event
 
 import dask
 import dask.array as da
@@ -19,6 +18,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_gpurt
 from dask_gpurt.placement import input_groups
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import n_inputs
+from tests.plugins.placement.held_tasks import HeldTasks
 
 CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
 N = 24
@@ -213,28 +213,22 @@ async def awaited(number: int) -> pd.DataFrame:
     return part(number)
 
 
-STARTED, GO_ON = Event(), Event()
-#: Inputs of the task that waits, in the order in which they were taken.
-TAKEN: list[int] = []
+#: Has the inputs of the task that waits.
+HELD = HeldTasks()
 
 
 def holds(part: pd.DataFrame) -> pd.DataFrame:
     """Return a partition. A task of one worker waits in the middle until the test goes on."""
     if len(part) and part["place"].iloc[0] == 0:
-        TAKEN.append(part["from"].iloc[0])
-        if len(TAKEN) == 3:
-            STARTED.set()
-            assert GO_ON.wait(60)
+        HELD.taken.append(part["from"].iloc[0])
+        if len(HELD.taken) == 3:
+            HELD.wait()
     return part
 
 
 @pytest.fixture(autouse=True)
-def events():
-    STARTED.clear()
-    GO_ON.clear()
-    TAKEN.clear()
-    yield
-    GO_ON.set()
+def held():
+    yield from HELD.during_a_test()
 
 
 def placed(number: int) -> pd.DataFrame:
@@ -254,7 +248,7 @@ async def held_at(c, a, b):
 
 async def until_held(c, s, tasks):
     """Wait until one task waits, and all others are done."""
-    await c.loop.asyncio_loop.run_in_executor(None, STARTED.wait, 60)
+    await HELD.started(c)
     await async_poll_for(
         lambda: [s.tasks[key].state for key in tasks.sizes].count("processing") == 1, 60
     )
@@ -269,7 +263,7 @@ async def test_a_task_whose_shuffle_restarts_runs_again(c, s, a, b):
     await until_held(c, s, tasks)
     assert max(tasks.sizes.values()) > 3
     await (b if a.state.executing_count else a).close()
-    GO_ON.set()
+    HELD.go_on()
     pd.testing.assert_frame_equal(ordered((await future).drop(columns="place")), all_rows())
     assert tasks.n_barriers == 1, "the barrier never gets inputs of two runs"
 
@@ -290,7 +284,7 @@ def test_a_second_program_keeps_the_tasks(again, monkeypatch, caplog):
                 second = client.persist(shuffled)
             await until_held(c, s, tasks)
             n_tasks = len(s.tasks)
-            GO_ON.set()
+            HELD.go_on()
             await wait(first)
             assert len(await client.compute(second)) == N * 40
         assert "run_spec" not in caplog.text

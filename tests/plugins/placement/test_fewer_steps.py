@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from threading import Barrier, Event
+from threading import Barrier
 
 import dask
 import dask.dataframe as dd
@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
+from tests.plugins.placement.held_tasks import HeldTasks
 
 N = 6
 CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
@@ -86,47 +87,37 @@ async def test_a_filter_is_part_of_handing_over(c, s, a, b):
     assert any(name.startswith("part-") and "shuffle" in name for name in ended.names())
 
 
-MADE: list[float] = []
-STARTED, GO_ON = Event(), Event()
+HELD = HeldTasks()
 
 
 def counts(one: pd.DataFrame) -> pd.DataFrame:
-    MADE.append(one["x"].iloc[0])
+    HELD.taken.append(one["x"].iloc[0])
     return one
 
 
 def waits(one: pd.DataFrame) -> pd.DataFrame:
     """Return a partition, once the test goes on."""
     if len(one) > 1:
-        MADE.append(one["x"].iloc[0])
-        STARTED.set()
-        assert GO_ON.wait(60)
+        HELD.taken.append(one["x"].iloc[0])
+        HELD.wait()
     return one
 
 
 @pytest.fixture(autouse=True)
-def events():
-    STARTED.clear()
-    GO_ON.clear()
-    MADE.clear()
-    yield
-    GO_ON.set()
-
-
-async def started(c):
-    await c.loop.asyncio_loop.run_in_executor(None, STARTED.wait, 60)
+def held():
+    yield from HELD.during_a_test()
 
 
 @on_cluster()
 async def test_programs_that_send_several_graphs_share_results(c, s, a, b):
     made = frame().map_partitions(waits, meta=part(0))
     futures = [c.compute(made["x"].sum())]
-    await started(c)
+    await HELD.started(c)
     futures.append(c.compute(made["x"].max()))
     await async_poll_for(lambda: len(s.tasks) >= 2 * N + 2, 60)
-    GO_ON.set()
+    HELD.go_on()
     assert await c.gather(futures) == [ALL["x"].sum(), N - 1]
-    assert sorted(MADE) == [*range(N)]
+    assert sorted(HELD.taken) == [*range(N)]
 
 
 @on_cluster()
@@ -135,27 +126,27 @@ async def test_programs_that_wait_at_once_share_results(c, s, a, b):
     made = frame().map_partitions(waits, meta=part(0))
     programs = [made["x"].sum(), made["x"].max(), made["x"].min(), made["x"].count()]
     results = [computed(c, programs[0])]
-    await started(c)
+    await HELD.started(c)
     results += [computed(c, program) for program in programs[1:]]
     await async_poll_for(lambda: sum(len(one.who_wants or ()) for one in s.tasks.values()) == 4, 60)
-    GO_ON.set()
+    HELD.go_on()
     assert [await one for one in results] == [ALL["x"].sum(), N - 1, 0, len(ALL)]
-    assert sorted(MADE) == sorted([*range(N)] * 2)
+    assert sorted(HELD.taken) == sorted([*range(N)] * 2)
 
 
 @on_cluster()
 async def test_the_same_program_twice_is_done_once(c, s, a, b):
     made = frame().map_partitions(waits, meta=part(0))
     results = [computed(c, made["x"].sum())]
-    await started(c)
+    await HELD.started(c)
     async with Client(s.address, asynchronous=True) as other:
         results.append(computed(other, made["x"].sum()))
         await async_poll_for(
             lambda: any(len(one.who_wants or ()) == 2 for one in s.tasks.values()), 60
         )
-        GO_ON.set()
+        HELD.go_on()
         assert [await one for one in results] == [ALL["x"].sum()] * 2
-    assert sorted(MADE) == [*range(N)]
+    assert sorted(HELD.taken) == [*range(N)]
 
 
 def test_tasks_of_a_program_are_forgotten_after_the_runtime(caplog):
@@ -163,14 +154,14 @@ def test_tasks_of_a_program_are_forgotten_after_the_runtime(caplog):
     async def test(c, s, a, b):
         total = filtered(frame().map_partitions(waits, meta=part(0)))["y"].sum()
         first = computed(c, total)
-        await started(c)
+        await HELD.started(c)
         await dask_gpurt.disable(c)
         before = {*s.tasks}
         second = c.compute(total + 1)
         await async_poll_for(lambda: not s.tasks.keys() <= before, 60)
-        GO_ON.set()
+        HELD.go_on()
         assert [await first, await second] == [TOTAL, TOTAL + 1]
-        assert "run_spec" not in caplog.text and sorted(MADE) == [*range(N)]
+        assert "run_spec" not in caplog.text and sorted(HELD.taken) == [*range(N)]
         del first, second
         await async_poll_for(lambda: not s.tasks, 60)
         assert s.stream_handlers["update-graph"] != s.update_graph
@@ -187,14 +178,14 @@ def test_a_task_of_two_programs_keeps_its_inputs(second, caplog):
     async def test(c, s, a, b):
         total = filtered(frame().map_partitions(waits, meta=part(0)))["y"].sum()
         first = computed(c, total)
-        await started(c)
+        await HELD.started(c)
         before = {*s.tasks}
         if second == "persist":
             later = c.persist(total + 1)
         else:
             later = computed(c, total + 1) if second == "get" else c.compute(total + 1)
         await async_poll_for(lambda: not s.tasks.keys() <= before, 60)
-        GO_ON.set()
+        HELD.go_on()
         assert [await first, await c.compute(later) if second == "persist" else await later] == [
             TOTAL,
             TOTAL + 1,
@@ -214,7 +205,7 @@ async def test_results_of_an_earlier_program_are_used(c, s, a, b):
     await wait(earlier)
     ended = Ended(s)
     assert await computed(c, filtered(made)["y"].sum()) == TOTAL
-    assert len(MADE) == N and len(ended.keys) == N + 1
+    assert len(HELD.taken) == N and len(ended.keys) == N + 1
 
 
 @on_cluster(**{"optimization.fuse.active": False})
