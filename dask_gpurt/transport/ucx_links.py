@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx_protocol import (
     SMALL_NBYTES,
     Buffer,
@@ -78,6 +79,9 @@ class Transfer:
     def _is_open(self) -> bool:
         return False
 
+    def check(self) -> None:
+        """Read what UCX has moved; raise ProtocolError if it is not what was announced."""
+
     def succeed(self) -> None:
         if self.future is not None:
             resolve(self.future)
@@ -118,9 +122,8 @@ class Receive(Transfer):
     def _is_open(self) -> bool:
         return not self.is_failed and not self.is_posted
 
-    def succeed(self) -> None:
+    def check(self) -> None:
         unseal(self.parcels[0], self.number, self.buffers)
-        super().succeed()
 
 
 class UcxLink:
@@ -167,6 +170,12 @@ class UcxLink:
         if self.peer is not None:
             return self.peer.token
         return self.descriptor.token if self.descriptor else "an unidentified peer"
+
+    def take_arrived(self, number: int) -> list[Any]:
+        """Remove and return the parcels of a message that no caller has asked for yet."""
+        parcels = self.arrived.pop(number, [])
+        self.n_arrived -= len(parcels)
+        return parcels
 
     def read_greeting(self) -> Greeting | None:
         """Return the other side's greeting, or None if it has not arrived.
@@ -219,8 +228,20 @@ class Peer:
     def is_reachable(self) -> bool:
         return bool(self.links) or self.connecting is not None
 
-    def expects(self, number: int) -> bool:
-        return number in self.waiting or any(number in link.receives for link in self.links)
+    def expected(self, number: int) -> Receive | None:
+        """Return the receive that waits for a message or for parcels of it."""
+        receives = (link.receives.get(number) for link in self.links)
+        return self.waiting.get(number) or next(filter(None, receives), None)
+
+    def why_not(self, number: int) -> Exception | None:
+        """Return the error of a receive that cannot begin, or None if it can."""
+        if self.expected(number) is not None:
+            return ValueError(f"message {number} of {self.token} is being received")
+        return self.retracted(number) if self.refuses(number) else None
+
+    def retracted(self, number: int) -> TransportError:
+        """Return the error of a receive whose message will not come."""
+        return TransportError(f"message {number} of {self.token} was retracted")
 
     def lose(self, link: UcxLink) -> list[Receive]:
         """Remove a link; return the messages that will not arrive any more."""

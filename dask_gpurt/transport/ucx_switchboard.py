@@ -160,7 +160,7 @@ class Switchboard:
             return False
         if not transfer.is_failed:
             try:
-                transfer.succeed()
+                transfer.check()
             except ProtocolError as problem:
                 self._fail(transfer, problem)
             else:
@@ -168,6 +168,7 @@ class Switchboard:
                 if isinstance(transfer, (Receive, Send)):
                     self.counters[f"{kind}_nbytes"] += transfer.nbytes
                     self.counters[f"{kind}_messages"] += 1
+                transfer.succeed()  # last, so that its caller finds it counted
         return True
 
     def _fail(self, transfer: Transfer, error: Exception) -> None:
@@ -412,11 +413,8 @@ class Switchboard:
         if peer is None or not peer.is_reachable:
             reject(future, TransportError(f"message {number}: no UCX link to {token}"))
             return
-        if peer.expects(number):
-            reject(future, ValueError(f"message {number} of {token} is being received"))
-            return
-        if peer.refuses(number):
-            reject(future, TransportError(f"message {number} of {token} was retracted"))
+        if (why_not := peer.why_not(number)) is not None:
+            reject(future, why_not)
             return
         receive = Receive(number, buffers, future)
         for link in peer.links:
@@ -429,9 +427,7 @@ class Switchboard:
         receive.link = link
         link.receives[receive.number] = receive
         self._transfers.append(receive)
-        probes = link.arrived.pop(receive.number, [])
-        link.n_arrived -= len(probes)
-        for probe in probes:
+        for probe in link.take_arrived(receive.number):
             self._take(link, receive, probe)
 
     def cancel_receive(self, token: str, number: int, future: Future[None]) -> None:
@@ -459,18 +455,15 @@ class Switchboard:
             self._sink.drop(probe, known)
         elif is_retraction:
             self._sink.drop(probe, link)
-            probes = link.arrived.pop(number, [])
-            link.n_arrived -= len(probes)
-            for unwanted in probes:
+            for unwanted in link.take_arrived(number):
                 self._sink.drop(unwanted, link)
             if link.peer is not None:
-                link.peer.refuse(number)
+                self._retracted(link.peer, number)
         elif number in link.receives:
             self._take(link, link.receives[number], probe)
         elif link.peer is not None and number in link.peer.waiting:
-            receive = link.peer.waiting.pop(number)
-            self._bind(link, receive)
-            self._take(link, receive, probe)
+            self._bind(link, link.peer.waiting.pop(number))
+            self._take(link, link.receives[number], probe)
         elif link.peer is not None and link.peer.refuses(number):
             self._sink.drop(probe, link)
         else:
@@ -478,6 +471,13 @@ class Switchboard:
             link.n_arrived += 1
             if link.n_arrived > _N_UNCLAIMED:
                 self._lose(link, "too many unclaimed messages")
+
+    def _retracted(self, peer: Peer, number: int) -> None:
+        """Fail a receive at once whose message the peer will not send, or not in full."""
+        peer.refuse(number)
+        if (receive := peer.expected(number)) is not None:
+            peer.waiting.pop(number, None)
+            self._fail(receive, peer.retracted(number))
 
     def _take(self, link: UcxLink, receive: Receive, probe: Any) -> None:
         """Receive a parcel into its destination, if it has exactly the expected length."""

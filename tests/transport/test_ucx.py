@@ -174,6 +174,32 @@ def test_a_message_that_was_sent_in_full_can_be_retracted(options):
 
 
 @needs_ucxx
+@over_both
+def test_a_retraction_fails_the_receive_that_waits(options):
+    """Otherwise the receiver would wait until its deadline, with memory for the message."""
+
+    async def scenario():
+        async with engine_here(options) as here, engine_here(options) as there:
+            await here.connect(there.descriptor, PATIENCE_S)
+            # Nothing of the first message arrives, and of the second only the envelope.
+            receives = [
+                asyncio.create_task(exchange(there, here.token, "receive", number, [1 << 20]))
+                for number in (1, 2)
+            ]
+            await until(lambda: there.report()["under_way"]["receives"] == 2)
+            await exchange(here, there.token, "send", 2, [0])
+            for number, receive in enumerate(receives, start=1):
+                here.retract(there.token, number)
+                with pytest.raises(TransportError, match=f"message {number} .* was retracted"):
+                    await receive
+            await until(lambda: not any(there.report()["under_way"].values()))
+            await until(lambda: not there.report()["held_nbytes"])
+            await one_way(here, there, 3, [50_000])
+
+    run(scenario())
+
+
+@needs_ucxx
 def test_one_number_is_received_once_at_a_time():
     async def scenario():
         async with engine_here() as here, engine_here() as there:

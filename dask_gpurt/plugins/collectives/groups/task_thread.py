@@ -24,6 +24,7 @@ class TaskThread:
         )
         self._jobs: set[asyncio.Future[Any]] = set()
         self._error: BaseException | None = None
+        self._has_ended = False
 
     def serve(self) -> None:
         """Work until the operation ends; raise its error. In the thread."""
@@ -38,7 +39,15 @@ class TaskThread:
             raise self._error
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Have the thread do something, and return its result. On the event loop."""
+        """Have the thread do something, and return its result. On the event loop.
+
+        Raises
+        ------
+        asyncio.CancelledError
+            The operation has ended, and the thread with it.
+        """
+        if self._has_ended:  # a message came in full only now
+            raise asyncio.CancelledError
         answer: asyncio.Future[T] = self._loop.create_future()
         self._jobs.add(answer)
         self._queue.put((job, answer))
@@ -49,7 +58,7 @@ class TaskThread:
 
     def end(self, error: BaseException | None) -> None:
         """Let the thread go; jobs that have not begun are dropped. On the event loop."""
-        self._error = error
+        self._error, self._has_ended = error, True
         for answer in tuple(self._jobs):
             answer.cancel()
         self._queue.put(None)
