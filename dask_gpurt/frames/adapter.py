@@ -181,16 +181,28 @@ class Slots(Protocol):
         """Return the slot of each row; -1 if no worker wants the row."""
 
 
-class OpenPartition(Protocol):
-    """One input partition, decomposed once, from which rows are gathered."""
+class GatheredRows(Protocol):
+    """Rows of one layout, decomposed once, that are gathered into shards."""
 
     @property
     def layout_key(self) -> bytes:
-        """Encoded layout of all shards of this partition."""
+        """Encoded layout of all shards of these rows."""
 
     @property
     def row_nbytes(self) -> float:
         """Average bytes of a row."""
+
+    def gather(self, selections: Sequence[Selection]) -> list[Any]:
+        """Gather a `Packed` for each selection that leaves this process, and a body for the others.
+
+        One call serves all selections, so that each column is gathered for all shards while it is
+        in the cache. Gathering shard by shard would read each cache line of a column once for each
+        shard.
+        """
+
+
+class OpenPartition(GatheredRows, Protocol):
+    """One input partition."""
 
     def group(self, slots: Slots) -> tuple[Any, npt.ArrayLike]:
         """Sort the row numbers by slot and keep their order within each slot.
@@ -202,13 +214,23 @@ class OpenPartition(Protocol):
             of the adapter's library.
         """
 
-    def gather(self, selections: Sequence[Selection]) -> list[Any]:
-        """Gather a `Packed` for each selection that leaves this process, and a body for the others.
 
-        One call serves all selections, so that each column is gathered for all shards while it is
-        in the cache. Gathering shard by shard would read each cache line of a column once for each
-        shard.
+class JoinedPartitions(GatheredRows, Protocol):
+    """Several input partitions of one layout, whose rows are numbered one after the other."""
+
+    def group_sources(self, slots: Slots) -> tuple[Any, npt.ArrayLike, npt.NDArray[np.int64]]:
+        """Sort the row numbers by slot, as `OpenPartition.group` does.
+
+        Returns
+        -------
+        rows, offsets, n_rows
+            The last is the number of rows of each partition in each slot, of shape (number of
+            partitions, number of slots).
         """
+
+
+#: See `FrameAdapter.join`.
+Join = Callable[[Sequence[Any]], JoinedPartitions]
 
 
 class BodyAdapter(Protocol):
@@ -264,6 +286,13 @@ class FrameAdapter(BodyAdapter, Protocol):
     """
 
     shard_nbytes: int | None
+
+    @property
+    def join(self) -> Join | None:
+        """Takes several input partitions of one layout together.
+
+        None if that does not pay for this kind of data. All workers must give the same answer.
+        """
 
     def open(self, frame: Any) -> OpenPartition:
         """Decompose an input partition.

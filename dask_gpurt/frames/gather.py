@@ -103,6 +103,13 @@ class RowCounts:
 Values = npt.NDArray[Any] | RowCounts
 
 
+def as_array(values: Values, n_rows: int) -> npt.NDArray[Any]:
+    """Return the values of so many rows in memory."""
+    if isinstance(values, RowCounts):
+        return values.start + values.step * np.arange(n_rows, dtype=values.dtype)
+    return values
+
+
 def gather_into(values: Values, rows: Rows, out: npt.NDArray[Any]) -> None:
     """Write `values[rows]` into `out`. Both are one-dimensional, with one dtype."""
     gather, _, (out,) = _prepared(values, [out])

@@ -56,10 +56,13 @@ def join_arrow(name: str, arrays: list[pa.Array], pieces: list[Piece]) -> pa.Arr
 
 
 def join_objects(arrays: list[Any], pieces: list[Piece]) -> Any:
-    slices = [a[p.start : p.stop] for a, p in zip(arrays, pieces, strict=True)]
-    if all(isinstance(s, np.ndarray) for s in slices):
-        return np.concatenate(slices)
-    return type(slices[0])._concat_same_type(slices)
+    return joined_objects([a[p.start : p.stop] for a, p in zip(arrays, pieces, strict=True)])
+
+
+def joined_objects(arrays: list[Any]) -> Any:
+    if all(isinstance(one, np.ndarray) for one in arrays):
+        return np.concatenate(arrays)
+    return type(arrays[0])._concat_same_type(arrays)
 
 
 def join_categorical(

@@ -47,7 +47,7 @@ from dask_gpurt.frames.joining import (
     with_common_categories,
 )
 from dask_gpurt.frames.layouts import FrameLayout
-from dask_gpurt.frames.pandas_rows import MergedRows, PandasBody, PandasPartition
+from dask_gpurt.frames.pandas_rows import JoinedFrames, MergedRows, PandasBody, PandasPartition
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.reconciling import (
     casts_between,
@@ -94,6 +94,9 @@ class PandasFrames:
         self.pickling = pickling or Pickling()
         self._categories = Categories(self.pickling)
         self._meta = meta
+        #: Looked up once: pandas makes a series of them each time.
+        self._dtypes = list(meta.dtypes)
+        self._labels = meta.columns.tolist()
         self._drop_column = drop_column
         #: Position of the column. With several column levels, a label is only part of a name.
         self._position = _position_of(meta.columns, column)
@@ -107,7 +110,9 @@ class PandasFrames:
     def open(self, frame: Any) -> PandasPartition:
         if not isinstance(frame, pd.DataFrame):
             raise TypeError(f"Expected data={frame!r} to be a DataFrame, got {type(frame)}.")
-        if not frame.columns.equals(self._meta.columns):
+        # Lists first: Arrow compares without the interpreter lock, and may wait long for it after.
+        is_alike = frame.columns.tolist() == self._labels
+        if not is_alike and not frame.columns.equals(self._meta.columns):
             if set(frame.columns) != set(self._meta.columns) or not frame.columns.is_unique:
                 raise ValueError(
                     f"Expected self.meta.columns={self._meta.columns!r} to match "
@@ -115,6 +120,9 @@ class PandasFrames:
                 )
             frame = frame[list(self._meta.columns)]
         return PandasPartition(frame, self)
+
+    def join(self, partitions: Sequence[PandasPartition]) -> JoinedFrames:
+        return JoinedFrames(partitions, self)
 
     def columns_of(self, frame: pd.DataFrame) -> tuple[npt.NDArray[Any], list[Column]]:
         """Return the output partition of each row, and the columns that travel."""
@@ -126,7 +134,7 @@ class PandasFrames:
                 if self._drop_column:
                     continue
             name = self.name_of(len(taken))
-            taken.append(decompose(values, self._meta.dtypes.iloc[position], self.pickling, name))
+            taken.append(decompose(values, self._dtypes[position], self.pickling, name))
         return numbers, taken
 
     def interned(self, layout: FrameLayout) -> FrameLayout:

@@ -1,8 +1,9 @@
 """Rows of pandas frames, gathered into the bodies of shards.
 
-The rows come from an input partition (`PandasPartition`), or from bodies that are merged
-(`MergedRows`): many small shards become few, ordered by output partition. `frames.pandas_` packs,
-unpacks and concatenates bodies; `frames.columns` handles a single column.
+The rows come from an input partition (`PandasPartition`), from several that one task hands over
+(`JoinedFrames`), or from bodies that are merged (`MergedRows`): many small shards become few,
+ordered by output partition. `frames.pandas_` packs, unpacks and concatenates bodies;
+`frames.columns` handles a single column.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import pyarrow as pa
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, Slots, mean_nbytes
 from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import Column, decompose_index
-from dask_gpurt.frames.gather import Rows, Values, gather_columns, group_rows
-from dask_gpurt.frames.joining import join_objects
+from dask_gpurt.frames.gather import Rows, Values, as_array, gather_columns, group_rows
+from dask_gpurt.frames.joining import join_objects, joined_objects
 from dask_gpurt.frames.layouts import FrameLayout
 
 if TYPE_CHECKING:
@@ -165,12 +166,60 @@ class PandasPartition(_PandasRows):
         }
         super().__init__(adapter, layout, len(frame), arrow, objects)
 
+    def __len__(self) -> int:
+        return self._n_rows
+
+    def slots(self, slots: Slots) -> Rows:
+        """Return the slot of each row; -1 if no worker wants the row."""
+        return slots.slots(self._numbers)
+
     def group(self, slots: Slots) -> tuple[Rows, npt.ArrayLike]:
-        return group_rows(slots.slots(self._numbers), slots.n_slots)
+        return group_rows(self.slots(slots), slots.n_slots)
+
+    def part(self, column: int, part: int) -> Values:
+        """Return one fixed-width part of a column."""
+        return self._columns[column].parts[part]
+
+    def chunks(self, column: int) -> list[pa.Array]:
+        """Return the rows of an Arrow column."""
+        found = self._columns[column].arrow
+        return list(found.chunks) if found is not None and self._n_rows else []
+
+    def objects(self, column: int) -> Any:
+        """Return an object column."""
+        return self._objects[column]
 
     def _values(self, group: int, position: int) -> Values:
-        column, part = self.layout.groups[group].members[position]
-        return self._columns[column].parts[part]
+        return self.part(*self.layout.groups[group].members[position])
+
+
+class JoinedFrames(_PandasRows):
+    """Several input partitions of one layout, numbered one after the other."""
+
+    def __init__(self, partitions: Sequence[PandasPartition], adapter: PandasFrames) -> None:
+        self._partitions = partitions
+        layout = partitions[0].layout
+        n_rows = sum(map(len, partitions))
+        arrow = {
+            number: ArrowRows(pa.chunked_array([c for p in partitions for c in p.chunks(number)]))
+            for number in (layout.arrow if n_rows else ())
+        }
+        objects = {
+            number: joined_objects([one.objects(number) for one in partitions])
+            for number in layout.objects
+        }
+        super().__init__(adapter, layout, n_rows, arrow, objects)
+
+    def group_sources(self, slots: Slots) -> tuple[Rows, npt.ArrayLike, npt.NDArray[np.int64]]:
+        slots_of = [one.slots(slots) for one in self._partitions]
+        n_rows = [np.bincount(one + 1, minlength=slots.n_slots + 1)[1:] for one in slots_of]
+        rows, offsets = group_rows(np.concatenate(slots_of), slots.n_slots)
+        return rows, offsets, np.stack(n_rows)
+
+    def _values(self, group: int, position: int) -> Values:
+        # One part at a time: it is still in the processor's cache when its rows are gathered.
+        member = self.layout.groups[group].members[position]
+        return np.concatenate([as_array(one.part(*member), len(one)) for one in self._partitions])
 
 
 class MergedRows(_PandasRows):

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import Merge, Selection
-from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, cut_shards
 from dask_gpurt.shuffle.shard import Origins, Shard
 
@@ -34,20 +33,35 @@ LEAST_PIECES = 2_000
 
 #: Returns memory for a shard that begins at a slot.
 EmptyAt = Callable[[int, int], npt.NDArray[np.uint8]]
+#: Counts the pieces that outputs are assembled from.
+CountPieces = Callable[[Shard], int]
 
 
-def has_small_pieces(shard: Shard) -> bool:
+def n_slots(shard: Shard) -> int:
+    """Return the number of pieces of a shard whose rows of a slot belong together."""
+    return shard.unread
+
+
+def n_runs(shard: Shard) -> int:
+    """Return the number of pieces of a shard if rows of others belong between its runs."""
+    return shard.unread if shard.origins is None else len(shard.origins.slot)
+
+
+def has_small_pieces(shard: Shard, n_pieces: CountPieces) -> bool:
     """Return whether the pieces of a shard cost more time one by one than in a merge."""
-    return shard.nbytes < SMALL_PIECE_NBYTES * shard.unread
+    return shard.nbytes < SMALL_PIECE_NBYTES * n_pieces(shard)
 
 
-def is_undersized(shard: Shard) -> bool:
+def is_undersized(shard: Shard, n_pieces: CountPieces) -> bool:
     """Return whether a shard covers far more slots than others of its worker that are full."""
-    return shard.unread > 1 and shard.nbytes < SHARD_TARGET_NBYTES // 2
+    return n_pieces(shard) > 1 and shard.nbytes < SHARD_TARGET_NBYTES // 2
 
 
 def groups(
-    shards: Iterable[Shard], is_small: Callable[[Shard], bool], least_pieces: int = LEAST_PIECES
+    shards: Iterable[Shard],
+    is_small: Callable[[Shard, CountPieces], bool],
+    least_pieces: int = LEAST_PIECES,
+    n_pieces: CountPieces = n_slots,
 ) -> list[list[Shard]]:
     """Return groups of shards to merge, in the order of their sources.
 
@@ -57,7 +71,8 @@ def groups(
     nbytes = 0
     for shard in sorted(shards, key=lambda one: (one.source, one.first_slot)):
         group = found[-1]
-        fits = shard.is_resident and shard.on_disk is None and not shard.origins and is_small(shard)
+        is_new = shard.on_disk is None and not shard.is_merged
+        fits = shard.is_resident and is_new and is_small(shard, n_pieces)
         if not fits or (
             group
             and (shard.layout_key != group[-1].layout_key or nbytes + shard.nbytes > MERGED_NBYTES)
@@ -68,9 +83,7 @@ def groups(
             found[-1].append(shard)
             nbytes += shard.nbytes
     return [
-        group
-        for group in found
-        if len(group) > 1 and sum(shard.unread for shard in group) >= least_pieces
+        group for group in found if len(group) > 1 and sum(map(n_pieces, group)) >= least_pieces
     ]
 
 
@@ -88,11 +101,10 @@ def merged(
     """
     first = min(shard.first_slot for shard in group)
     n_slots = max(shard.end_slot for shard in group) - first
-    rows, before = group_rows(
-        np.concatenate([np.repeat(_slots(shard) - first, shard.rows_per_slot) for shard in group]),
-        n_slots,
-    )
-    origins = _origins(group)
+    origins, starts = _origins(group)
+    rows = _ranges(starts, origins.n_rows)
+    before = np.zeros(n_slots + 1, dtype=np.int64)
+    np.cumsum(np.bincount(origins.slot - first, origins.n_rows, n_slots), out=before[1:])
     row_nbytes = sum(shard.nbytes for shard in group) / max(len(rows), 1)
     cuts = cut_shards(before, row_nbytes)
     selections = [
@@ -115,22 +127,27 @@ def merged(
                 origins=Origins(
                     origins.slot[x:y], origins.source[x:y], origins.n_rows[x:y], origins.batch
                 ),
+                is_merged=True,
             )
         )
     return made
 
 
-def _slots(shard: Shard) -> npt.NDArray[np.int64]:
-    return np.arange(shard.first_slot, shard.end_slot, dtype=np.int64)
+def _origins(group: Sequence[Shard]) -> tuple[Origins, npt.NDArray[np.int64]]:
+    """Return the origins of all rows, by slot and then by source, and where each run begins."""
+    runs = [shard.runs() for shard in group]
+    slot, source, n_rows = (np.concatenate(part) for part in zip(*runs, strict=True))
+    starts = np.cumsum(n_rows) - n_rows
+    # The last key counts most. Equal ones keep their order.
+    order = np.lexsort((source, slot))
+    return Origins(slot[order], source[order], n_rows[order], object()), starts[order]
 
 
-def _origins(group: Sequence[Shard]) -> Origins:
-    filled = [np.flatnonzero(shard.rows_per_slot) for shard in group]
-    slot = np.concatenate([one + s.first_slot for one, s in zip(filled, group, strict=True)])
-    source = np.repeat([shard.source for shard in group], [len(one) for one in filled])
-    n_rows = np.concatenate([s.rows_per_slot[one] for one, s in zip(filled, group, strict=True)])
-    order = np.argsort(slot, kind="stable")
-    return Origins(slot[order], source[order], n_rows[order].astype(np.int64), object())
+def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
+    """Return the numbers of these ranges, one after the other."""
+    ends = np.cumsum(lengths)
+    n_rows = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(n_rows)
 
 
 def _empty(empty_at: EmptyAt, slot: int, nbytes: int) -> npt.NDArray[np.uint8]:

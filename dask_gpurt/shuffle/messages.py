@@ -27,7 +27,7 @@ from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.shuffle import envelope
 from dask_gpurt.shuffle.envelope import Forward
-from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.shuffle.shard import Origins, Shard
 from dask_gpurt.transport import wire
 
 Buffer = npt.NDArray[np.uint8]
@@ -239,8 +239,17 @@ def decode_shards(
 
 
 def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
-    """Return the shard that a header describes."""
+    """Return the shard that a header describes.
+
+    Raises
+    ------
+    ProtocolError
+        The header contradicts itself.
+    """
+    origins = header.origins()
     return Shard(
+        # No other shards have this source, but for those of the same task.
+        origins=Origins(*origins, header.source) if origins is not None else None,
         rows_per_slot=header.rows_per_slot,
         source=header.source,
         attempt=header.attempt,

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.gather import gather_into
+from dask_gpurt.transport.wire import Runs
 
 #: Target size of a shard. Smaller shards are freed sooner, because a shard lives until its last
 #: partition was read. Larger ones cost less bookkeeping.
@@ -115,6 +116,46 @@ class ExchangePlan:
             codes[~((values >= 0) & (values <= last))] = last
         gather_into(table, codes, codes)
         return codes
+
+
+@dataclass(frozen=True, eq=False)
+class RowsBySlot:
+    """Rows of one layout of an input partition, or of several, ordered by slot.
+
+    Attributes
+    ----------
+    before
+        Running total of the rows over all slots, with one entry more than there are slots.
+    row_nbytes
+        Estimated bytes of one row.
+    target_nbytes
+        Target size of a shard.
+    sources
+        Numbers of the input partitions; empty if there is only one.
+    n_rows
+        Rows of each of them in each slot. Within a slot they come in the order of `sources`.
+    """
+
+    layout_key: bytes
+    before: npt.NDArray[np.int64]
+    row_nbytes: float
+    target_nbytes: int = SHARD_TARGET_NBYTES
+    sources: Sequence[int] = ()
+    n_rows: npt.NDArray[np.int64] | None = None
+
+    def cuts(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the first and one past the last slot of each shard for a range of slots."""
+        before = self.before[first : end + 1]
+        cuts = cut_shards(before, self.row_nbytes, self.target_nbytes)
+        return [(first + a, first + b) for a, b in cuts]
+
+    def origins(self, first: int, end: int) -> Runs | None:
+        """Return the runs of a shard's rows, with slots from its first one; None for one source."""
+        if self.n_rows is None:
+            return None
+        n_rows = self.n_rows[:, first:end].T
+        slot, number = np.nonzero(n_rows)
+        return slot, np.asarray(self.sources)[number], n_rows[slot, number]
 
 
 def cut_shards(

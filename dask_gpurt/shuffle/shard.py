@@ -14,23 +14,30 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
+from dask_gpurt.transport.wire import Runs
 
 
 class Origins(NamedTuple):
-    """The origins of a merged shard's rows, in the order of the rows: by slot, then by source.
+    """The origins of a shard's rows, in the order of the rows: by slot.
 
     Attributes
     ----------
     slot, source, n_rows
-        One entry for each pair with rows.
+        One entry for each run of rows of one slot and one source.
     batch
-        The same object for all shards that were made in one merge.
+        Equal for all shards that were made in one merge, or of the inputs of one task.
     """
 
     slot: npt.NDArray[np.int64]
     source: npt.NDArray[np.int64]
     n_rows: npt.NDArray[np.int64]
     batch: object
+
+    @property
+    def ascends(self) -> bool:
+        """Whether the sources of each slot ascend."""
+        is_next_slot = self.slot[1:] != self.slot[:-1]
+        return bool((is_next_slot | (self.source[1:] > self.source[:-1])).all())
 
 
 @dataclass(eq=False)
@@ -42,7 +49,7 @@ class Shard:
     source, attempt, number, count
         As in `wire.ShardHeader`. A merged shard has the least of its sources.
     origins
-        None unless the shard was merged of several.
+        None if all rows have one source.
     unread
         Output partitions with rows here whose results are not safe yet.
     """
@@ -57,6 +64,7 @@ class Shard:
     body: Any = None
     packed: Packed | None = None
     origins: Origins | None = None
+    is_merged: bool = False
     on_disk: tuple[SpillFile, Extent] | None = None
     packed_nbytes: int = 0
     sections: tuple[int, int] = (0, 0)
@@ -75,6 +83,20 @@ class Shard:
     @property
     def end_slot(self) -> int:
         return self.first_slot + len(self.rows_per_slot)
+
+    def runs(self, *, in_one: bool = False) -> Runs:
+        """Return slot, source and number of rows of each run of rows, in the order of the rows.
+
+        Parameters
+        ----------
+        in_one
+            Take all rows of a slot as one run, of the least source.
+        """
+        if self.origins is not None and not in_one:
+            return self.origins.slot, self.origins.source, self.origins.n_rows
+        filled = np.flatnonzero(self.rows_per_slot)
+        n_rows = self.rows_per_slot[filled].astype(np.int64)
+        return filled + self.first_slot, np.full(len(filled), self.source), n_rows
 
     @property
     def is_resident(self) -> bool:

@@ -1,11 +1,12 @@
 """The shards of one run on one worker: in memory up to a limit, on disk beyond it.
 
-A *shard* holds the rows of one input partition for a range of this worker's output partitions. The
-store takes shards from transfer tasks of its own worker and from peers. It drops duplicates, and
-returns the pieces of an output partition in the order of the input partitions. It first spills the
-shards that tasks read last, because tasks read outputs in ascending order of slots. It frees a
-shard once the results of all its partitions are safe. Many small shards are merged, before they are
-spilled or before outputs are assembled (`shuffle.merging`).
+A *shard* holds the rows of one input partition, or of those that one task hands over, for a range
+of this worker's output partitions. The store takes shards from transfer tasks of its own worker and
+from peers. It drops duplicates, and returns the pieces of an output partition in the order of the
+input partitions. It first spills the shards that tasks read last, because tasks read outputs in
+ascending order of slots. It frees a shard once the results of all its partitions are safe. Many
+small shards are merged, before they are spilled or before outputs are assembled
+(`shuffle.merging`).
 
 Locking: `_lock` guards the index and the accounting, and is never held over I/O or a copy.
 `_spilling` lets one thread at a time write. Rows are reachable in memory or on disk at every
@@ -35,7 +36,7 @@ from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import merging
 from dask_gpurt.shuffle.budget import Budget
 from dask_gpurt.shuffle.shard import Shard
-from dask_gpurt.shuffle.slot_index import SlotIndex
+from dask_gpurt.shuffle.slot_index import SlotIndex, are_interleaved
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
 
 logger = logging.getLogger("dask_gpurt.shuffle")
@@ -47,7 +48,7 @@ FILE_NBYTES = 1 << 28
 
 
 class _Arrival(NamedTuple):
-    """The shards of one input partition: their attempt, how many there are, and which arrived."""
+    """The shards of one task's inputs: their attempt, how many there are, and which arrived."""
 
     attempt: int
     n_shards: int
@@ -275,7 +276,12 @@ class ShardStore:
                             f"{len(known.numbers)} of {known.n_shards} shards of input partition "
                             f"{source} arrived"
                         )
-                self._unmerged = self._groups(merging.has_small_pieces, merging.LEAST_PIECES)
+                n_pieces = merging.n_slots
+                if are_interleaved(self._shards):
+                    n_pieces = merging.n_runs
+                self._unmerged = self._groups(
+                    merging.has_small_pieces, merging.LEAST_PIECES, n_pieces
+                )
         while (group := self._next_unmerged()) is not None:
             self._merge(group)
         with self._lock:
@@ -287,12 +293,15 @@ class ShardStore:
     # ------------------------------------------------------------------ merging
 
     def _groups(
-        self, is_small: Callable[[Shard], bool], least_pieces: int = 0
+        self,
+        is_small: Callable[[Shard, merging.CountPieces], bool],
+        least_pieces: int = 0,
+        n_pieces: merging.CountPieces = merging.n_slots,
     ) -> list[list[Shard]]:
         """Return groups of shards to merge. Call with the lock."""
         if self._adapter.merge is None or self._closed:
             return []
-        return merging.groups(self._shards, is_small, least_pieces)
+        return merging.groups(self._shards, is_small, least_pieces, n_pieces)
 
     def _next_unmerged(self) -> list[Shard] | None:
         with self._lock:

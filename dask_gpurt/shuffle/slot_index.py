@@ -30,8 +30,8 @@ class SlotIndex:
 
     def __init__(self, slots: tuple[int, int], shards: Sequence[Shard]) -> None:
         self._first, end = slots
-        in_one = not _are_interleaved(shards)
-        entries = [_entries(shard, in_one=in_one) for shard in shards]
+        in_one = not are_interleaved(shards)
+        entries = [shard.runs(in_one=in_one) for shard in shards]
         slot = _joined(one[0] for one in entries) - self._first
         source = _joined(one[1] for one in entries)
         n_rows = _joined(one[2] for one in entries)
@@ -60,25 +60,8 @@ class SlotIndex:
         return self._shard[a:b].tolist(), self._start[a:b].tolist(), self._stop[a:b].tolist()
 
 
-def _entries(
-    shard: Shard, *, in_one: bool
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return slot, source and number of rows of consecutive row ranges of a shard.
-
-    Parameters
-    ----------
-    in_one
-        Take all rows of a slot as one range, of the least source.
-    """
-    if shard.origins is not None and not in_one:
-        return shard.origins.slot, shard.origins.source, shard.origins.n_rows
-    filled = np.flatnonzero(shard.rows_per_slot)
-    n_rows = shard.rows_per_slot[filled].astype(np.int64)
-    return filled + shard.first_slot, np.full(len(filled), shard.source), n_rows
-
-
-def _are_interleaved(shards: Sequence[Shard]) -> bool:
-    """Return whether rows of another shard belong between those that were merged into one."""
+def are_interleaved(shards: Iterable[Shard]) -> bool:
+    """Return whether the runs of a slot in one shard are not one after the other in the output."""
     spans: dict[Any, tuple[int, int]] = {}
     for shard in shards:
         batch: Any = shard.source
@@ -86,6 +69,8 @@ def _are_interleaved(shards: Sequence[Shard]) -> bool:
         if shard.origins is not None:
             batch = shard.origins.batch
             last = int(shard.origins.source.max())
+            if not shard.origins.ascends:
+                return True
         known_first, known_last = spans.get(batch, (first, last))
         spans[batch] = min(first, known_first), max(last, known_last)
     return any(after[0] <= before[1] for before, after in pairwise(sorted(spans.values())))

@@ -7,13 +7,13 @@ before it allocates memory. Layouts (`frames`) and tables (`codecs`) are opaque 
 ::
 
     offset  size
-         0     4  magic "GRT\\x03": the last byte is the version
+         0     4  magic "GRT\\x04": the last byte is the version
          4     4  CRC-32 of everything after it         u32
          8     4  number of layouts                     u32
         12     4  number of shards                      u32
         16        layouts: length u32, bytes, one after the other
-                  shards, one after the other: fields of `_SHARD`, rows per slot as u32,
-                  lengths of the parts as u64, the table
+                  shards, one after the other: fields of `_SHARD`, rows per slot as u32, origins
+                  as three u32 each, lengths of the parts as u64, the table
 
 Bytes in, values out: no socket, no Dask.
 """
@@ -31,18 +31,22 @@ import numpy.typing as npt
 from dask_gpurt.errors import DamagedError, ProtocolError
 
 MAGIC = b"GRT"
-VERSION = 3
+VERSION = 4
 
 _PREAMBLE = struct.Struct("<3sBI")
 _COUNTS = struct.Struct("<II")
 _LAYOUTS_FROM = _PREAMBLE.size + _COUNTS.size
 _LENGTH = struct.Struct("<I")
-#: layout, source, attempt, number, count, first slot, slots, buffer, arrow, pickle bytes,
+#: layout, source, attempt, number, count, first slot, slots, origins, buffer, arrow, pickle bytes,
 #: checksum, parts, table bytes
-_SHARD = struct.Struct("<IIQIIIIQQQIII")
+_SHARD = struct.Struct("<IIQIIIIIQQQIII")
 
-#: Type of the number of rows of a slot.
+#: Type of the number of rows of a slot, and of the three numbers of an origin.
 _ROWS = np.dtype("<u4")
+_ORIGIN_NBYTES = 3 * _ROWS.itemsize
+
+#: Slot, source and number of rows of runs of rows, in the order of the rows.
+Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 #: Number of lanes of a checksum; consecutive words go to consecutive lanes.
 _LANES = 128
@@ -75,7 +79,7 @@ class ShardHeader:
     layout_key
         How to read the payload; opaque to this module.
     source
-        Input partition of the rows.
+        Input partition of the rows; the least one, if a task handed over several together.
     attempt
         Random number of this execution of the transfer task. Two executions of one task can cut
         different shards, so shards of different attempts are never mixed.
@@ -85,6 +89,8 @@ class ShardHeader:
         Slot of the first entry of `rows_per_slot`.
     packed_rows
         Rows for each of the consecutive slots, as `pack_rows` returns them.
+    packed_origins
+        Input partitions of the rows, as `pack_origins` returns them; empty if there is only one.
     buffer_nbytes, arrow_nbytes, pickle_nbytes
         Length of the packed shard, and of its last two sections.
     checksum
@@ -108,6 +114,7 @@ class ShardHeader:
     checksum: int = 0
     parts: tuple[int, ...] = ()
     table: bytes = b""
+    packed_origins: bytes = b""
 
     @property
     def wire_nbytes(self) -> int:
@@ -126,6 +133,24 @@ class ShardHeader:
     def n_rows(self) -> int:
         return int(self.rows_per_slot.sum(dtype=np.int64))
 
+    def origins(self) -> Runs | None:
+        """Return slot, source and number of rows of each run of rows; None for a single source.
+
+        Raises
+        ------
+        ProtocolError
+            They contradict the rows of the slots.
+        """
+        if not self.packed_origins:
+            return None
+        slot, source, n_rows = _origins_of(self.packed_origins).astype(np.int64)
+        is_sorted = slot[-1] < self.n_slots and (slot[1:] >= slot[:-1]).all()
+        if not is_sorted or not np.array_equal(
+            np.bincount(slot, n_rows, self.n_slots), self.rows_per_slot
+        ):
+            raise ProtocolError(f"origins of shard {self.number} of {self.count} do not fit it")
+        return slot + self.first_slot, source, n_rows
+
 
 def pack_rows(rows_per_slot: npt.ArrayLike) -> bytes:
     """Return the rows of consecutive slots as they travel. There may be a thousand slots.
@@ -139,6 +164,25 @@ def pack_rows(rows_per_slot: npt.ArrayLike) -> bytes:
     if rows.size and rows.max() >> 32:
         raise OverflowError(f"{rows.max()} rows of one input partition for one output partition")
     return rows.astype(_ROWS).tobytes()
+
+
+def pack_origins(slot: npt.ArrayLike, source: npt.ArrayLike, n_rows: npt.ArrayLike) -> bytes:
+    """Return the origins of rows as they travel, in the order of the rows.
+
+    Parameters
+    ----------
+    slot
+        Slot of each run of rows, from the shard's first one. Ascends.
+    source
+        Its input partition.
+    n_rows
+        Its number of rows.
+    """
+    return np.stack([slot, source, n_rows]).astype(_ROWS).tobytes()
+
+
+def _origins_of(packed: bytes) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(packed, dtype=_ROWS).reshape(3, -1)
 
 
 def encode(shards: Sequence[ShardHeader]) -> bytes:
@@ -159,6 +203,7 @@ def encode(shards: Sequence[ShardHeader]) -> bytes:
                 shard.count,
                 shard.first_slot,
                 shard.n_slots,
+                len(shard.packed_origins) // _ORIGIN_NBYTES,
                 shard.buffer_nbytes,
                 shard.arrow_nbytes,
                 shard.pickle_nbytes,
@@ -168,7 +213,7 @@ def encode(shards: Sequence[ShardHeader]) -> bytes:
             )
         )
         parts = np.array(shard.parts, dtype="<u8").tobytes()
-        chunks += [shard.packed_rows, parts, shard.table]
+        chunks += [shard.packed_rows, shard.packed_origins, parts, shard.table]
     sealed = b"".join(chunks)
     return _PREAMBLE.pack(MAGIC, VERSION, zlib.crc32(sealed)) + sealed
 
@@ -195,18 +240,21 @@ def _decode(header: memoryview) -> list[ShardHeader]:
     shards = []
     for _ in range(n_shards):
         (
-            layout, source, attempt, number, count, first, n_slots,
+            layout, source, attempt, number, count, first, n_slots, n_origins,
             nbytes, arrow, pickle, checksum_, n_parts, n_table,
         ) = _SHARD.unpack_from(header, position)  # fmt: skip
         position += _SHARD.size
+        n_numbers = n_slots * _ROWS.itemsize + n_origins * _ORIGIN_NBYTES
         if layout >= n_layouts:
             raise ProtocolError(f"shard of layout {layout} in a message with {n_layouts}")
-        if n_slots * _ROWS.itemsize + n_parts * 8 + n_table > len(header) - position:
-            raise ProtocolError("row counts, parts or table longer than their message")
+        if n_numbers + n_parts * 8 + n_table > len(header) - position:
+            raise ProtocolError("row counts, origins, parts or table longer than their message")
         if number >= count or arrow + pickle > nbytes:
             raise ProtocolError(f"shard {number} of {count} contradicts itself")
         rows = bytes(header[position : position + n_slots * _ROWS.itemsize])
         position += len(rows)
+        origins = bytes(header[position : position + n_origins * _ORIGIN_NBYTES])
+        position += len(origins)
         parts = np.frombuffer(header, dtype="<u8", count=n_parts, offset=position)
         position += n_parts * 8
         table = bytes(header[position : position + n_table])
@@ -226,6 +274,7 @@ def _decode(header: memoryview) -> list[ShardHeader]:
                 checksum_,
                 tuple(parts.tolist()),
                 table,
+                origins,
             )
         )
         # The receiver allocates memory for the parts before they arrive.

@@ -7,6 +7,7 @@ adapters with shards in host memory.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,30 @@ class FrameSuite:
                 self.assert_equal(got, whole.iloc[selection.rows])
                 again = adapter.unpack(body.layout_key, on_host(adapter.pack(body)))
                 assert abs(again.nbytes - body.nbytes) <= again.nbytes
+
+    @pytest.mark.parametrize("leaves", [False, True])
+    def test_partitions_that_are_joined_are_cut_like_one(self, leaves):
+        frames = [self.frame(n, seed) for seed, n in enumerate((60, 0, 1, 40))]
+        adapter = self.adapter(frames[0])
+        if adapter.join is None:
+            pytest.skip("this adapter joins no partitions")
+        plan = ExchangePlan({slot: "worker" for slot in range(self.n_slots) if slot != 1})
+        opened = [adapter.open(frame) for frame in frames]
+        alike = [one for one in opened if one.layout_key == opened[0].layout_key]
+        mine = [f for f, one in zip(frames, opened, strict=True) if one in alike]
+        joined = adapter.join(alike)
+        rows, offsets, n_rows = joined.group_sources(plan)
+        bounds = pairwise(offsets)
+        gathered = joined.gather([Selection(rows[a:b], leaves) for a, b in bounds])
+        for slot, partition in enumerate(plan.partitions):
+            of_frames = [self.rows_of(frame, partition) for frame in mine]
+            assert n_rows[:, slot].tolist() == [len(one) for one in of_frames]
+            body = gathered[slot]
+            if leaves:
+                body = adapter.unpack(joined.layout_key, body)
+            if count := sum(map(len, of_frames)):
+                got = adapter.concatenate([Piece(body, 0, count)])
+                self.assert_equal(got, self.joined([one for one in of_frames if len(one)]))
 
     def joined(self, frames: list[Any]) -> Any:
         """Return the library's concatenation of frames."""

@@ -15,7 +15,7 @@ import numpy as np
 from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle.budget import Budget
-from dask_gpurt.shuffle.shard import Shard
+from dask_gpurt.shuffle.shard import Origins, Shard
 from dask_gpurt.shuffle.shards import ShardStore
 
 LAYOUT_KEY = b"source, slot, number"
@@ -64,12 +64,26 @@ def make_rows(source, slot, count):
 
 def make_shard(source, first_slot, counts, number=0, count=1, attempt=1, packed=False):
     """Return a shard with `counts` rows for each of the slots from `first_slot`."""
-    rows = [row for i, n in enumerate(counts) for row in make_rows(source, first_slot + i, n)]
+    return make_joined_shard({source: counts}, first_slot, number, count, attempt, packed)
+
+
+def make_joined_shard(counts_of, first_slot, number=0, count=1, attempt=1, packed=False):
+    """Return a shard of sources that one task handed over, given the counts of each."""
+    sources = sorted(counts_of)
+    runs = [
+        (first_slot + place, source, counts_of[source][place])
+        for place in range(len(counts_of[sources[0]]))
+        for source in sources
+    ]
+    rows = [row for slot, source, n in runs for row in make_rows(source, slot, n)]
     body = np.array(rows, dtype=np.int64).reshape(-1, 3)
     contents = {"packed": TripleFrames().pack(body)} if packed else {"body": body}
+    if len(sources) > 1 and any(n for _, _, n in runs):
+        arrays = np.array([run for run in runs if run[2]], dtype=np.int64).T
+        contents["origins"] = Origins(*arrays, sources[0])
     return Shard(
-        rows_per_slot=np.array(counts, dtype=np.uint32),
-        source=source,
+        rows_per_slot=np.sum([counts_of[source] for source in sources], axis=0, dtype=np.uint32),
+        source=sources[0],
         attempt=attempt,
         number=number,
         count=count,

@@ -9,9 +9,11 @@ import pytest
 
 from dask_gpurt.shuffle import merging
 from tests.shuffle.shard_rig import (
+    ROW_NBYTES,
     MergingFrames,
     Rig,
     in_thread,
+    make_joined_shard,
     make_rows,
     make_shard,
     read_slot,
@@ -42,6 +44,30 @@ def test_all_rows_of_a_slot_are_one_piece(tmp_path):
     for slot in range(N_SLOTS):
         assert len(rig.store.pieces(slot)) == 1
         assert read_slot(rig.store, slot) == expected(slot, sources)
+
+
+def test_inputs_of_two_tasks_that_alternate_are_one_piece(tmp_path):
+    rig = Rig(tmp_path, adapter=MergingFrames())
+    for sources in ([0, 2, 4], [1, 3]):
+        counts_of = {source: [1 + source % 3] * N_SLOTS for source in sources}
+        rig.store.add([make_joined_shard(counts_of, 0)])
+    rig.store.seal()
+    for slot in range(N_SLOTS):
+        assert len(rig.store.pieces(slot)) == 1
+        assert read_slot(rig.store, slot) == expected(slot, range(5))
+
+
+def test_inputs_of_tasks_one_after_the_other_stay_as_they_are(tmp_path, monkeypatch):
+    """Their pieces are large enough, as the rows of all inputs of a task are one piece."""
+    monkeypatch.setattr(merging, "SMALL_PIECE_NBYTES", 4 * ROW_NBYTES)
+    adapter = MergingFrames()
+    rig = Rig(tmp_path, adapter=adapter)
+    for sources in ([0, 1], [2, 3]):
+        counts_of = dict.fromkeys(sources, [2] * N_SLOTS)
+        rig.store.add([make_joined_shard(counts_of, 0)])
+    rig.store.seal()
+    assert adapter.n_merged == 0
+    assert len(rig.store.pieces(0)) == 2
 
 
 @pytest.fixture

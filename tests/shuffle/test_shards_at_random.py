@@ -29,8 +29,8 @@ from tests.shuffle.shard_rig import (
     MergingFrames,
     Rig,
     TripleFrames,
+    make_joined_shard,
     make_rows,
-    make_shard,
     read_slot,
 )
 from tests.thoroughness import RUNS_ALL
@@ -54,42 +54,48 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig = Rig(self.root.name, limit_nbytes, slots=(0, N_SLOTS), adapter=self.adapter())
         self.shards = []
         self.counts = {}
-        self.sent = {}
+        self.sent = []
         self.released = set()
         self.sealed = False
 
-    def _cut(self, source, counts, shard_rows, attempt, packed):
+    def _cut(self, counts_of, shard_rows, attempt, packed):
+        counts = [sum(several) for several in zip(*counts_of.values(), strict=True)]
         cuts = cut_shards([0, *accumulate(counts)], ROW_NBYTES, shard_rows * ROW_NBYTES)
         return [
-            make_shard(source, first, counts[first:end], number, len(cuts), attempt, packed)
+            make_joined_shard(
+                {source: one[first:end] for source, one in counts_of.items()},
+                first,
+                number,
+                len(cuts),
+                attempt,
+                packed,
+            )
             for number, (first, end) in enumerate(cuts)
         ]
 
     @precondition(lambda self: not self.sealed)
     @rule(
-        source=st.integers(0, 7),
-        counts=row_counts,
+        counts_of=st.dictionaries(st.integers(0, 7), row_counts, min_size=1, max_size=3),
         shard_rows=st.integers(1, 6),
         packed=st.booleans(),
         data=st.data(),
     )
-    def add(self, source, counts, shard_rows, packed, data):
-        if source in self.counts:
+    def add(self, counts_of, shard_rows, packed, data):
+        if not self.counts.keys().isdisjoint(counts_of):
             return
-        shards = self._cut(source, counts, shard_rows, 1, packed)
+        shards = self._cut(counts_of, shard_rows, 1, packed)
         self.rig.store.add(data.draw(st.permutations(shards)))
         self.shards += shards
-        self.counts[source] = counts
-        self.sent[source] = (counts, shard_rows)
+        self.counts.update(counts_of)
+        self.sent.append((counts_of, shard_rows))
 
     @precondition(lambda self: self.counts)
     @rule(data=st.data(), attempt=st.integers(1, 2), packed=st.booleans())
     def add_again(self, data, attempt, packed):
-        source = data.draw(st.sampled_from(sorted(self.counts)))
-        counts, shard_rows = self.sent[source]
+        counts_of, shard_rows = data.draw(st.sampled_from(self.sent))
         if attempt == 2:
             shard_rows = data.draw(st.integers(1, 6))
-        self.rig.store.add(self._cut(source, counts, shard_rows, attempt, packed))
+        self.rig.store.add(self._cut(counts_of, shard_rows, attempt, packed))
 
     @rule()
     def seal(self):
@@ -130,8 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def shards_are_there_until_their_last_partition_is_let_go(self):
         for shard in self.shards:
-            slots = range(shard.first_slot, shard.end_slot)
-            with_rows = {s for s in slots if self.counts[shard.source][s]}
+            with_rows = {s for s, n in enumerate(shard.rows_per_slot, shard.first_slot) if n}
             is_wanted = bool(with_rows - self.released)
             assert (shard.is_resident or shard.on_disk is not None) == is_wanted
 

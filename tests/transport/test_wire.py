@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import struct
 import zlib
@@ -17,7 +18,7 @@ from dask_gpurt.errors import DamagedError, ProtocolError
 from dask_gpurt.transport import wire
 from tests.allocations import peak_nbytes
 
-GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v3.bin"
+GOLDEN_PATH = pathlib.Path(__file__).parents[1] / "data" / "wire-v4.bin"
 
 
 def sealed(header):
@@ -30,7 +31,7 @@ deterministic = settings(derandomize=True, max_examples=300)
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1
 _PREAMBLE_NBYTES = 8
-_SHARD_NBYTES = 68
+_SHARD_NBYTES = 72
 
 
 @st.composite
@@ -56,6 +57,9 @@ def shard_headers(draw):
         checksum=draw(st.integers(0, _U32)),
         parts=tuple(parts),
         table=table,
+        packed_origins=draw(
+            st.integers(0, 3).flatmap(lambda n: st.binary(min_size=12 * n, max_size=12 * n))
+        ),
     )
 
 
@@ -98,6 +102,18 @@ GOLDEN = [
         b"a table",
     ),
     wire.ShardHeader(b"", _U32, 0, _U32 - 1, _U32, _U32, b"", 0, 0, 0, 1, (0,), b""),
+    wire.ShardHeader(
+        b"layout two",
+        4,
+        _ATTEMPT,
+        0,
+        1,
+        8,
+        wire.pack_rows((3, 0, 2)),
+        64,
+        parts=(64,),
+        packed_origins=wire.pack_origins([0, 0, 2], [4, 9, 9], [1, 2, 2]),
+    ),
 ]
 
 
@@ -117,8 +133,8 @@ def test_golden_message_is_read():
 
 def test_the_golden_message_begins_as_documented():
     golden = GOLDEN_PATH.read_bytes()
-    assert golden[:4] == b"GRT\x03"
-    assert struct.unpack("<III", golden[4:16]) == (zlib.crc32(golden[8:]), 3, 4)
+    assert golden[:4] == b"GRT\x04"
+    assert struct.unpack("<III", golden[4:16]) == (zlib.crc32(golden[8:]), 3, 5)
     assert golden[16:30] == struct.pack("<I", 10) + b"layout one"
 
 
@@ -140,10 +156,34 @@ def test_a_layout_that_several_shards_share_is_sent_once():
 
 
 def test_shard_header_counts_its_rows():
-    assert [shard.n_rows for shard in GOLDEN] == [8, 1, _U32 + 1, 0]
+    assert [shard.n_rows for shard in GOLDEN] == [8, 1, _U32 + 1, 0, 5]
+
+
+def test_origins_are_read_with_the_slots_of_the_plan():
+    slot, source, n_rows = GOLDEN[-1].origins()
+    assert (slot.tolist(), source.tolist(), n_rows.tolist()) == ([8, 8, 10], [4, 9, 9], [1, 2, 2])
+    assert GOLDEN[0].origins() is None
 
 
 # ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    "origins",
+    [
+        pytest.param(([0, 0, 2], [4, 9, 9], [1, 1, 2]), id="too few rows"),
+        pytest.param(([0, 0, 1], [4, 9, 9], [1, 2, 2]), id="other slot"),
+        pytest.param(([0, 2, 0], [4, 9, 9], [1, 2, 2]), id="slots fall"),
+        pytest.param(([0, 0, 3], [4, 9, 9], [1, 2, 2]), id="no such slot"),
+        pytest.param(([0, 0, _U32], [4, 9, 9], [1, 2, 2]), id="far too large a slot"),
+        pytest.param(([0], [4], [3]), id="rows without an origin"),
+    ],
+)
+def test_origins_that_do_not_fit_the_rows_are_refused(origins):
+    header = replace(GOLDEN[-1], packed_origins=wire.pack_origins(*origins))
+    (read,) = wire.decode(wire.encode([header]))
+    with pytest.raises(ProtocolError, match="origins of shard 0 of 1 do not fit"):
+        read.origins()
 
 
 def test_every_truncation_is_refused():
@@ -154,7 +194,7 @@ def test_every_truncation_is_refused():
 
 
 @pytest.mark.parametrize("shards", [[], GOLDEN[:1], GOLDEN])
-@pytest.mark.parametrize("junk", [b"\0", b"GRT\x03", bytes(1000)])
+@pytest.mark.parametrize("junk", [b"\0", b"GRT\x04", bytes(1000)])
 def test_trailing_bytes_are_refused(shards, junk):
     with pytest.raises(ProtocolError, match=f"{len(junk)} bytes too many"):
         wire.decode(sealed(wire.encode(shards) + junk))
@@ -174,7 +214,7 @@ def test_other_magic_number_is_refused():
         wire.decode(b"GRX" + wire.encode(GOLDEN)[3:])
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, 255])
+@pytest.mark.parametrize("version", [0, 1, 3, 5, 255])
 def test_other_version_is_refused_and_both_are_named(version):
     header = bytearray(wire.encode(GOLDEN))
     header[3] = version
@@ -183,17 +223,29 @@ def test_other_version_is_refused_and_both_are_named(version):
 
 
 def test_the_content_of_another_version_is_not_decoded():
-    with pytest.raises(ProtocolError, match="version 2"):
-        wire.decode(b"GRT\x02" + b"\xff" * 8)
+    with pytest.raises(ProtocolError, match="version 3"):
+        wire.decode(b"GRT\x03" + b"\xff" * 8)
 
 
-def _shard(layout=0, number=0, count=1, n_slots=0, nbytes=0, arrow=0, pickle=0, parts=0, table=0):
-    fields = (layout, 5, 6, number, count, 7, n_slots, nbytes, arrow, pickle, 1, parts, table)
-    return struct.pack("<IIQIIIIQQQIII", *fields)
+def _shard(
+    layout=0,
+    number=0,
+    count=1,
+    n_slots=0,
+    n_origins=0,
+    nbytes=0,
+    arrow=0,
+    pickle=0,
+    parts=0,
+    table=0,
+):
+    sizes = (n_slots, n_origins, nbytes, arrow, pickle)
+    fields = (layout, 5, 6, number, count, 7, *sizes, 1, parts, table)
+    return struct.pack("<IIQIIIIIQQQIII", *fields)
 
 
 def _message(*shards, n_layouts=1, n_shards=None, layout=b"", layout_nbytes=None):
-    preamble = struct.pack("<3sBIII", b"GRT", 3, 0, n_layouts, n_shards or len(shards))
+    preamble = struct.pack("<3sBIII", b"GRT", 4, 0, n_layouts, n_shards or len(shards))
     length = len(layout) if layout_nbytes is None else layout_nbytes
     return sealed(preamble + struct.pack("<I", length) + layout + b"".join(shards))
 
@@ -223,6 +275,7 @@ def test_the_messages_below_are_refused_for_their_own_defect():
         (_message(_shard(nbytes=_U64, arrow=_U64, pickle=1)), "contradicts"),
         (_message(_shard(n_slots=1)), "row counts"),
         (_message(_shard(n_slots=2) + bytes(4)), "row counts"),
+        (_message(_shard(n_origins=1) + bytes(11)), "origins"),
         (_message(_shard(parts=1) + bytes(7)), "parts"),
         (_message(_shard(table=9) + bytes(8)), "table"),
         (_message(_shard(n_slots=1, parts=1, table=1) + bytes(12)), "table"),
@@ -249,6 +302,7 @@ def test_inconsistent_message_is_refused(message, complaint):
         pytest.param(_message(_shard(), n_layouts=_U32, n_shards=_U32), id="both"),
         pytest.param(_message(_shard(), layout_nbytes=_U32), id="layout-length"),
         pytest.param(_message(_shard(n_slots=_U32)), id="slots"),
+        pytest.param(_message(_shard(n_origins=_U32)), id="origins"),
         pytest.param(_message(_shard(parts=_U32)), id="parts"),
         pytest.param(_message(_shard(table=_U32)), id="table"),
     ],
@@ -278,6 +332,9 @@ def _decodes_or_is_refused(header):
     assert sum(shard.n_rows for shard in shards) >= 0
     assert all(shard.wire_nbytes <= shard.buffer_nbytes for shard in shards)
     assert wire.decode(wire.encode(shards)) == shards
+    for shard in shards:
+        with contextlib.suppress(ProtocolError):
+            shard.origins()
 
 
 @deterministic
@@ -289,7 +346,7 @@ def test_arbitrary_bytes_are_decoded_or_refused(header):
 @deterministic
 @given(st.binary(max_size=300))
 def test_bytes_behind_a_valid_preamble_are_decoded_or_refused(rest):
-    _decodes_or_is_refused(sealed(b"GRT\x03" + bytes(4) + rest))
+    _decodes_or_is_refused(sealed(b"GRT\x04" + bytes(4) + rest))
 
 
 @deterministic

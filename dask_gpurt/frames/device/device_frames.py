@@ -246,6 +246,7 @@ class DeviceFrames:
 
     shard_nbytes: int | None = DEVICE_SHARD_NBYTES
     merge = None
+    join = None
 
     def __init__(
         self, tables: Tables, meta: Any, column: Any, drop_column: bool, room: DeviceAllocator

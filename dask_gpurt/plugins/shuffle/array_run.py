@@ -24,10 +24,10 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
-from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.figures import ARRAY
-from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, RowsBySlot
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -115,9 +115,8 @@ class ArrayRun(ExchangeRun):
         plan = ExchangePlan(worker_for, spec.read_order)
         super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)
 
-    def _shards_of(
-        self, data: Any, partition_id: Index
-    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
+    def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
+        ((partition_id, data),) = inputs
         opened = self._arrays.open(data, partition_id)
         plan = self._plan
         parts: list[Part | None] = [None] * plan.n_slots
@@ -126,8 +125,8 @@ class ArrayRun(ExchangeRun):
         before = np.cumsum([0, *(part.n_rows if part else 0 for part in parts)], dtype=np.int64)
         source = self._rechunking.number(partition_id)
         shard_nbytes = DEVICE_SHARD_NBYTES if opened.is_on_device else SHARD_TARGET_NBYTES
-        cuts = self._cut(source, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
-        for worker, header, empty in cuts:
+        rows = RowsBySlot(opened.layout_key, before, opened.row_nbytes, shard_nbytes)
+        for _, worker, header, empty in self._cut(source, [rows]):
             first = header.first_slot
             mine = parts[first : first + header.n_slots]
             leaves = worker != self.local_address

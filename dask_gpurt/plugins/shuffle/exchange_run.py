@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.device import Priority
@@ -61,7 +60,7 @@ from dask_gpurt.plugins.worker import runtime_of
 from dask_gpurt.shuffle.credits import in_turn
 from dask_gpurt.shuffle.figures import RunFigures
 from dask_gpurt.shuffle.messages import Outgoing, shard_of
-from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, cut_shards
+from dask_gpurt.shuffle.plan import ExchangePlan, RowsBySlot
 from dask_gpurt.shuffle.routing import Routing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
@@ -73,6 +72,9 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 logger = logging.getLogger("dask_gpurt.shuffle")
+
+#: Input partitions that are cut together: the name and the data of each.
+Inputs = Sequence[tuple[Any, Any]]
 
 
 class ExchangeRun:
@@ -179,12 +181,17 @@ class ExchangeRun:
         self.raise_if_closed()
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
-        with self._metrics.foreground():
-            self._add_partition(data, partition_id)
+        if inputs := self._complete(data, partition_id):
+            with self._metrics.foreground():
+                self._add(inputs)
         self.raise_if_closed()
         return self.run_id
 
-    def _add_partition(self, data: Any, partition_id: Any) -> None:
+    def _complete(self, data: Any, partition_id: Any) -> Inputs:
+        """Return the input partitions to cut now: none yet, if the task hands over more."""
+        return [(partition_id, data)]
+
+    def _add(self, inputs: Inputs) -> None:
         with (
             self._timed("partition"),
             context_meter.meter("p2p-shard-partition-noncpu"),
@@ -192,7 +199,7 @@ class ExchangeRun:
         ):
             local: list[Shard] = []
             outgoing: dict[str, list[Outgoing]] = {}
-            for worker, header, made in self._shards_of(data, partition_id):
+            for worker, header, made in self._shards_of(inputs):
                 if isinstance(made, Packed):
                     shards = outgoing.setdefault(self._routing.hop(worker), [])
                     shards.append(Outgoing(header, made, worker))
@@ -205,10 +212,11 @@ class ExchangeRun:
         amount(
             "p2p-shards", local_nbytes + sent_nbytes, len(local) + sum(map(len, outgoing.values()))
         )
-        self._state.counters.add(partitions_in=1, local_nbytes=local_nbytes)
+        n_in = len(inputs)
+        self._state.counters.add(partitions_in=n_in, local_nbytes=local_nbytes)
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
-        self.figures.add(rows_in=n_rows, partitions_in=1, local_nbytes=local_nbytes)
+        self.figures.add(rows_in=n_rows, partitions_in=n_in, local_nbytes=local_nbytes)
         # All shards are cut before any is sent. So a task that fails here and runs again never
         # leaves a half delivered attempt.
         self._store.add(local)
@@ -225,46 +233,41 @@ class ExchangeRun:
                 sync(self._worker.loop, self._outbox.flush)
         self.make_room()
 
-    def _shards_of(
-        self, data: Any, partition_id: Any
-    ) -> Iterable[tuple[str, wire.ShardHeader, Any]]:
-        """Yield the shards of an input partition: receiver, header, body (`Packed` if remote)."""
+    def _shards_of(self, inputs: Inputs) -> Iterable[tuple[str, wire.ShardHeader, Any]]:
+        """Yield the shards of input partitions: receiver, header, body (`Packed` if remote)."""
         raise NotImplementedError
 
     def _cut(
-        self,
-        source: int,
-        layout_key: bytes,
-        before: npt.NDArray[np.int64],
-        row_nbytes: float,
-        shard_nbytes: int = SHARD_TARGET_NBYTES,
-    ) -> Iterator[tuple[str, wire.ShardHeader, Empty]]:
-        """Yield the shards that an input partition is cut into: receiver, header and allocator.
+        self, source: int, parts: Sequence[RowsBySlot]
+    ) -> Iterator[tuple[int, str, wire.ShardHeader, Empty]]:
+        """Yield the shards of input partitions: number of the part, receiver, header, allocator.
 
         Parameters
         ----------
         source
-            Number of the input partition.
-        before
-            Running total of its rows over all slots, with one entry more than there are slots.
+            Number of the input partition, or the least one.
+        parts
+            All of its rows.
         """
         attempt = random.getrandbits(64)
-        for worker, (first, end) in self._plan.slots_of_worker.items():
-            cuts = cut_shards(before[first : end + 1], row_nbytes, shard_nbytes)
-            for number, (cut_first, cut_end) in enumerate(cuts):
-                a, b = first + cut_first, first + cut_end
+        for worker, slots in self._plan.slots_of_worker.items():
+            cuts = [(which, *cut) for which, part in enumerate(parts) for cut in part.cuts(*slots)]
+            for number, (which, a, b) in enumerate(cuts):
+                part = parts[which]
+                origins = part.origins(a, b)
                 header = wire.ShardHeader(
-                    layout_key=layout_key,
+                    layout_key=part.layout_key,
                     source=source,
                     attempt=attempt,
                     number=number,
                     count=len(cuts),
                     first_slot=a,
-                    packed_rows=wire.pack_rows(np.diff(before[a : b + 1])),
+                    packed_rows=wire.pack_rows(np.diff(part.before[a : b + 1])),
+                    packed_origins=wire.pack_origins(*origins) if origins is not None else b"",
                 )
                 stays = worker == self.local_address
                 here = partial(self.memory_for, first_slot=a)
-                yield worker, header, here if stays else self.outgoing_memory
+                yield which, worker, header, here if stays else self.outgoing_memory
 
     async def _send(self, address: str, shards: Sequence[Outgoing]) -> None:
         began = time.perf_counter()

@@ -9,22 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
-from dask_gpurt.frames.adapter import FrameAdapter, Piece, Selection
+from dask_gpurt.frames.adapter import (
+    FrameAdapter,
+    GatheredRows,
+    OpenPartition,
+    Piece,
+    Selection,
+)
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
+from dask_gpurt.plugins.patches.graphs.transfer_tasks import handed_over_by_this_task
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
-from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
+from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.balance import LatestOwners
-from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, RowsBySlot
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
@@ -152,6 +160,36 @@ def obstacle(meta: Any) -> str | None:
     return None
 
 
+class TaskInputs:
+    """Inputs that a task hands over one after the other, until all of them are there.
+
+    They are cut together. Many small inputs have as many costs as large ones, most of all in
+    pandas. And each would be cut into shards that are far too small.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, dict[int, Any]] = {}
+
+    def add(self, task: Any, n_inputs: int, partition: int, data: Any) -> Inputs:
+        """Return the inputs of a task with the last one of them; none before."""
+        waiting = self._waiting.setdefault(task, {})
+        if partition in waiting:
+            waiting.clear()  # the task failed half-way, and runs again
+        waiting[partition] = data
+        if len(waiting) < n_inputs:
+            return []
+        del self._waiting[task]
+        return sorted(waiting.items(), key=itemgetter(0))
+
+
+class _Opened(NamedTuple):
+    """Input partitions of one layout, the order of their rows by slot, and the rows of slots."""
+
+    partition: GatheredRows
+    order: Any
+    rows: RowsBySlot
+
+
 class FrameRun(ExchangeRun):
     """One attempt at the shuffle of a DataFrame, on one worker."""
 
@@ -164,6 +202,7 @@ class FrameRun(ExchangeRun):
         plugin: ShuffleWorkerPlugin,
     ) -> None:
         self._frames = ADAPTERS[spec.frame_kind](spec)
+        self._task_inputs = TaskInputs()
         super().__init__(
             spec,
             spec.settings,
@@ -175,26 +214,53 @@ class FrameRun(ExchangeRun):
             plugin,
         )
 
-    def _shards_of(
-        self, data: Any, partition_id: int
-    ) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
-        opened = self._frames.open(data)
-        plan = self._plan
-        rows, offsets = opened.group(plan)
-        before = np.asarray(offsets, dtype=np.int64)
-        wanted: list[tuple[str, wire.ShardHeader]] = []
-        selections: list[Selection] = []
-        shard_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
-        cuts = self._cut(partition_id, opened.layout_key, before, opened.row_nbytes, shard_nbytes)
-        for worker, header, empty in cuts:
+    def _complete(self, data: Any, partition_id: int) -> Inputs:
+        if self._frames.join is None:
+            return [(partition_id, data)]
+        task, n_inputs = handed_over_by_this_task(self._worker)
+        return self._task_inputs.add(task, n_inputs, partition_id, data)
+
+    def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
+        opened = self._opened(inputs)
+        wanted: list[list[tuple[str, wire.ShardHeader]]] = [[] for _ in opened]
+        selections: list[list[Selection]] = [[] for _ in opened]
+        source = min(source for source, _ in inputs)
+        for which, worker, header, empty in self._cut(source, [one.rows for one in opened]):
+            one = opened[which]
             a = header.first_slot
             b = a + header.n_slots
-            wanted.append((worker, header))
             leaves = worker != self.local_address
-            mine = rows[before[a] : before[b]]
-            selections.append(Selection(mine, leaves, empty, ascending=b - a == 1))
-        for (worker, header), made in zip(wanted, opened.gather(selections), strict=True):
-            yield worker, header, made
+            mine = one.order[one.rows.before[a] : one.rows.before[b]]
+            wanted[which].append((worker, header))
+            selections[which].append(Selection(mine, leaves, empty, ascending=b - a == 1))
+        for one, shards, selected in zip(opened, wanted, selections, strict=True):
+            for (worker, header), made in zip(shards, one.partition.gather(selected), strict=True):
+                yield worker, header, made
+
+    def _opened(self, inputs: Inputs) -> list[_Opened]:
+        """Return the rows of inputs, grouped by slot. Inputs of one layout are taken together."""
+        if len(inputs) == 1:
+            partition = self._frames.open(inputs[0][1])
+            order, offsets = partition.group(self._plan)
+            return [_Opened(partition, order, self._rows(partition, offsets))]
+        assert self._frames.join is not None
+        alike: dict[bytes, list[tuple[int, OpenPartition]]] = {}
+        for source, data in inputs:
+            partition = self._frames.open(data)
+            alike.setdefault(partition.layout_key, []).append((source, partition))
+        found = []
+        for several in alike.values():
+            sources, partitions = zip(*several, strict=True)
+            joined = self._frames.join(partitions)
+            order, offsets, n_rows = joined.group_sources(self._plan)
+            rows = self._rows(joined, offsets, sources=sources, n_rows=n_rows)
+            found.append(_Opened(joined, order, rows))
+        return found
+
+    def _rows(self, opened: GatheredRows, offsets: Any, **more: Any) -> RowsBySlot:
+        before = np.asarray(offsets, dtype=np.int64)
+        target_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
+        return RowsBySlot(opened.layout_key, before, opened.row_nbytes, target_nbytes, **more)
 
     def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
         return self._frames.concatenate(pieces, self._state.pool.empty_alone)

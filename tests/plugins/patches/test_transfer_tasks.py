@@ -20,13 +20,15 @@ from dask._task_spec import (
 )
 from dask.base import collections_to_expr
 from dask.utils import key_split
-from distributed import Scheduler
+from distributed import Scheduler, get_worker
 from distributed.shuffle._core import P2PBarrierTask, p2p_barrier
+from distributed.utils_test import gen_cluster
 
 from dask_gpurt.plugins.patches.graphs.graph_swap import culled
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     ChainFinder,
     barriers,
+    handed_over_by_this_task,
     keep_known,
     n_inputs,
     write,
@@ -236,6 +238,20 @@ def test_inputs_of_a_task_run_one_after_the_other():
     order = [int(event.split()[1]) for event in events[::3]]
     assert sorted(order) == [0, 1, 2]
     assert events == [f"{what} {n}" for n in order for what in ("made", "sent", "freed")]
+
+
+def told(number):
+    return handed_over_by_this_task(get_worker())
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_task_knows_how_many_inputs_it_hands_over(c, s, a):
+    assert await c.submit(told, 0, key="alone") == ("alone", 1)
+    assert handed_over_by_this_task(a) == (None, 1), "no task runs in this thread"
+    several = [Task(("out", number), told, number) for number in range(3)]
+    last = Task("last", min, *(TaskRef(task.key) for task in several))
+    graph = {"group": Task.fuse(*several, last, key="group")}
+    assert await c.get(graph, "group", sync=False) == ("group", 3)
 
 
 def test_results_of_earlier_attempts_are_ignored():

@@ -115,6 +115,46 @@ async def test_rows_come_in_the_order_of_inputs(c, s, a, b):
         assert numbers[1].is_monotonic_increasing
 
 
+@on_cluster()
+async def test_inputs_of_two_workers_keep_their_order(c, s, a, b):
+    """Each task hands over every other input, so rows of two tasks alternate in the outputs."""
+    futures = [
+        c.submit(part, number, workers=[(a, b)[number % 2].address], allow_other_workers=True)
+        for number in range(N)
+    ]
+    await wait(futures)
+    tasks = HandingOver(s)
+    shuffled = dd.from_delayed(futures, meta=META).shuffle("key", npartitions=3)
+    found = await c.compute(shuffled.map_partitions(with_least_key))
+    assert max(tasks.sizes.values()) > 3
+    rows = pd.concat([part(number) for number in range(N)])
+    outputs = [one.drop(columns="least") for _, one in found.groupby("least")]
+    assert len(outputs) == 3
+    for output in outputs:
+        pd.testing.assert_frame_equal(output, rows[rows["key"].isin({*output["key"]})])
+
+
+def with_least_key(part: pd.DataFrame) -> pd.DataFrame:
+    return part.assign(least=part["key"].min())
+
+
+@on_cluster()
+async def test_inputs_of_one_task_may_have_several_types(c, s, a, b):
+    held = await held_frame(c, unlike)
+    tasks = HandingOver(s)
+    found = await c.compute(held.shuffle("key", npartitions=4))
+    assert max(tasks.sizes.values()) > 3
+    expected = pd.concat([unlike(number) for number in range(N)])
+    assert ordered(found).astype(str).equals(ordered(expected).astype(str))
+
+
+def unlike(number: int) -> pd.DataFrame:
+    """Return a partition whose numbers, or whose missing values, are of another type."""
+    found = part(number)
+    found["x"] = (found["x"] * 100).round().astype((int, float, "Int64")[number % 3])
+    return found
+
+
 def sources(part: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"from": part["from"].to_numpy(), "of": part["key"].min()})
 

@@ -1,8 +1,8 @@
 """Tasks that hand inputs to a shuffle: find them in a graph, and write fewer of them.
 
 Dask gives each input a task that makes it and a task that hands it to the shuffle. In arrays, Dask
-makes one task of both; here all shuffles get that. A task may hand over several inputs, too, one
-after the other, so that one input at a time is in memory.
+makes one task of both; here all shuffles get that. A task may hand over several inputs, too. A run
+takes them together (`plugins.shuffle.frame_run`), once it has the last one.
 
 `placement.input_groups` decides which inputs go together.
 
@@ -13,6 +13,7 @@ with fewer inputs is written | |
 | `Task.fuse`, `Alias`, `TaskRef`, `GraphNode.block_fusion`, `.is_coro` | tasks are put into one | |
 | `DataNode.value` | the size of data that a task carries | |
 | `_execute_subgraph` of `dask._task_spec` | tells how many inputs a task hands over | |
+| `thread_state.key`, `TaskState.run_spec` of a worker | tell the task that runs in a thread | |
 | `TaskState.run_spec` | a shuffle that the scheduler has keeps its tasks | |
 | `Scheduler.stimulus_task_finished` | ignores results of earlier attempts | |
 
@@ -32,9 +33,11 @@ from dask._task_spec import Alias, DataNode, Task, TaskRef, _execute_subgraph
 from dask.sizeof import sizeof
 from dask.utils import key_split
 from distributed.shuffle._core import P2PBarrierTask
+from distributed.worker import thread_state
 
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode
+    from distributed import Worker
     from distributed.scheduler import TaskState
 
 #: Tasks of a program, by key.
@@ -235,3 +238,10 @@ def n_inputs(task: Any) -> int:
         if isinstance(last, Task) and last.func is min:
             return len(last.dependencies)
     return 1
+
+
+def handed_over_by_this_task(worker: Worker) -> tuple[Any, int]:
+    """Return the key of the task that runs in this thread, and how many inputs it hands over."""
+    key = getattr(thread_state, "key", None)
+    task = worker.state.tasks.get(key) if key is not None else None
+    return key, n_inputs(task.run_spec) if task is not None else 1
