@@ -336,6 +336,31 @@ def test_a_second_program_keeps_the_tasks(again, monkeypatch, caplog):
         test()
 
 
+def test_a_shuffles_tasks_are_forgotten_after_the_runtime(caplog):
+    @on_cluster()
+    async def test(c, s, a, b):
+        shuffled = (await held_at(c, a, b)).shuffle("key", npartitions=5)
+        tasks = HandingOver(s)
+        first = c.persist(shuffled)
+        await until_held(c, s, tasks)
+        await dask_gpurt.disable(c)
+        before = {*s.tasks}
+        second = c.compute(shuffled["x"].sum())
+        await async_poll_for(lambda: not s.tasks.keys() <= before, 60)
+        HELD.go_on()
+        await wait(first)
+        assert await second == pytest.approx(all_rows()["x"].sum())
+        assert "run_spec" not in caplog.text
+        del first, second, shuffled
+        await async_poll_for(lambda: not s.tasks, 60)
+        assert s.stream_handlers["update-graph"] != s.update_graph
+        await c.submit(int)
+        await async_poll_for(lambda: s.stream_handlers["update-graph"] == s.update_graph, 60)
+
+    with caplog.at_level(logging.WARNING, "distributed.scheduler"):
+        test()
+
+
 @on_cluster()
 async def test_tasks_are_dasks_own_without_the_runtime(c, s, a, b):
     await dask_gpurt.disable(c)

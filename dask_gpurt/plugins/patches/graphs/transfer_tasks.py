@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 #: Tasks of a program, by key.
 Graph = dict[Any, "GraphNode"]
+Barrier = P2PBarrierTask
 
 
 @dataclass(frozen=True)

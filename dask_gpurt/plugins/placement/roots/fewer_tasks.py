@@ -25,6 +25,7 @@ from dask_gpurt.plugins.patches.graphs.graph_swap import (
     holding_workers,
 )
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
+    Barrier,
     Chain,
     ChainFinder,
     Graph,
@@ -45,25 +46,28 @@ class FewerTasks:
         self._scheduler = scheduler
         #: By key of each task of several layers that the scheduler may still have, their names.
         self._made: dict[Any, frozenset[str]] = {}
+        #: Keys of the barriers of shuffles whose inputs are in tasks that were made here.
+        self._shuffles: set[Any] = set()
         self._is_ending = False
         self._swap = GraphSwap(scheduler, tasks=self.rewrite)
 
     def uninstall(self) -> None:
         """Leave the graphs that arrive from now on to stock Dask, but for tasks it has already.
 
-        A later graph may have layers that are in such tasks. As Dask ignores new inputs of a task,
-        it would never forget these layers.
+        A later graph may have layers, or inputs of a shuffle, that are in such tasks. As Dask
+        ignores new inputs of a task, it would never forget them.
         """
         self._is_ending = True
-        self._forget()
-        if not self._made:
+        if self._has_forgotten():
             self._swap.uninstall()
 
-    def _forget(self) -> None:
-        """Forget tasks that the scheduler has forgotten."""
+    def _has_forgotten(self) -> bool:
+        """Forget tasks that the scheduler has forgotten; return whether none is left."""
         tasks = self._scheduler.tasks
         # Copied at once: this runs on the event loop as well as in its thread.
         self._made = {key: names for key, names in [*self._made.items()] if key in tasks}
+        self._shuffles = {key for key in [*self._shuffles] if key in tasks}
+        return not self._made and not self._shuffles
 
     def rewrite(self, graph: Graph, program: SentProgram) -> Graph:
         """Return a graph that gives the same results.
@@ -75,8 +79,8 @@ class FewerTasks:
         if new is not graph:
             new = culled(new, {*program.wanted})
         if self._is_ending:
-            self._forget()
-            if not self._made:
+            new, _ = self._with_known_inputs(new, program)
+            if self._has_forgotten():
                 self._scheduler.loop.add_callback(self._swap.uninstall)
             return new
         if program.may_fuse and program.is_awaited and not program.annotations:
@@ -104,31 +108,48 @@ class FewerTasks:
 
         Their work is done once more then. But programs that come after this one can share it.
         """
-        self._forget()
+        self._has_forgotten()
         names = {layer.name for layer in found}
         same = {frozenset(group) for group in groups}
         return any(one & names for one in {*self._made.values()} - same)
 
     # ------------------------------------------------------------------ inputs of shuffles
 
-    def _with_grouped_inputs(self, graph: Graph, program: SentProgram) -> Graph:
+    def _with_known_inputs(self, graph: Graph, program: SentProgram) -> tuple[Graph, list[Barrier]]:
+        """Return a graph in which shuffles keep the tasks that the scheduler has for them.
+
+        Returns
+        -------
+        graph, unknown
+            The second are the shuffles that the scheduler does not have.
+        """
         shuffles = barriers(graph)
         if not shuffles:
-            return graph
-        new = dict(graph)
-        tasks = self._scheduler.tasks
+            return graph, []
+        new, tasks = dict(graph), self._scheduler.tasks
         unknown = [barrier for barrier in shuffles if not keep_known(new, barrier, tasks)]
-        if unknown and program.may_fuse:
-            finder = ChainFinder(graph, program.wanted, tasks, program.annotations)
-            for barrier in unknown:
-                if chains := finder.chains(barrier):
-                    self._group(new, barrier, chains, finder)
-        return new if len(unknown) == len(shuffles) else culled(new, {*program.wanted})
+        if len(unknown) == len(shuffles):
+            return graph, unknown
+        return culled(new, {*program.wanted}), unknown
 
-    def _group(self, new: Graph, barrier: Any, chains: list[Chain], finder: ChainFinder) -> None:
+    def _with_grouped_inputs(self, graph: Graph, program: SentProgram) -> Graph:
+        new, unknown = self._with_known_inputs(graph, program)
+        if not unknown or not program.may_fuse:
+            return new
+        finder = ChainFinder(new, program.wanted, self._scheduler.tasks, program.annotations)
+        new = dict(new)
+        for barrier in unknown:
+            if chains := finder.chains(barrier):
+                self._group(new, barrier, chains, finder)
+        return new
+
+    def _group(
+        self, new: Graph, barrier: Barrier, chains: list[Chain], finder: ChainFinder
+    ) -> None:
         inputs = [self._input(chain, finder) for chain in chains]
         groups = grouped(inputs, self._scheduler.total_nthreads)
         write(new, barrier, [[chains[number] for number in group] for group in groups])
+        self._shuffles.add(barrier.key)
 
     def _input(self, chain: Chain, finder: ChainFinder) -> ShuffleInput:
         nbytes, most_nbytes = chain.carried_nbytes, 0
