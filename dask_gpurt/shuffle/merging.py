@@ -37,12 +37,12 @@ EmptyAt = Callable[[int, int], npt.NDArray[np.uint8]]
 CountPieces = Callable[[Shard], int]
 
 
-def n_slots(shard: Shard) -> int:
+def count_slots(shard: Shard) -> int:
     """Return the number of pieces of a shard whose rows of a slot belong together."""
     return shard.unread
 
 
-def n_runs(shard: Shard) -> int:
+def count_runs(shard: Shard) -> int:
     """Return the number of pieces of a shard if rows of others belong between its runs."""
     return shard.unread if shard.origins is None else len(shard.origins.slot)
 
@@ -61,7 +61,7 @@ def groups(
     shards: Iterable[Shard],
     is_small: Callable[[Shard, CountPieces], bool],
     least_pieces: int = LEAST_PIECES,
-    n_pieces: CountPieces = n_slots,
+    n_pieces: CountPieces = count_slots,
 ) -> list[list[Shard]]:
     """Return groups of shards to merge, in the order of their sources.
 
@@ -95,7 +95,7 @@ def merged(
     Parameters
     ----------
     group
-        Shards of one layout, in the order of their sources.
+        Shards of one layout.
     bodies
         Their bodies.
     """

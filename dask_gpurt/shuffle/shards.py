@@ -276,9 +276,8 @@ class ShardStore:
                             f"{len(known.numbers)} of {known.n_shards} shards of input partition "
                             f"{source} arrived"
                         )
-                n_pieces = merging.n_slots
-                if are_interleaved(self._shards):
-                    n_pieces = merging.n_runs
+                is_mixed = are_interleaved(self._shards)
+                n_pieces = merging.count_runs if is_mixed else merging.count_slots
                 self._unmerged = self._groups(
                     merging.has_small_pieces, merging.LEAST_PIECES, n_pieces
                 )
@@ -296,7 +295,7 @@ class ShardStore:
         self,
         is_small: Callable[[Shard, merging.CountPieces], bool],
         least_pieces: int = 0,
-        n_pieces: merging.CountPieces = merging.n_slots,
+        n_pieces: merging.CountPieces = merging.count_slots,
     ) -> list[list[Shard]]:
         """Return groups of shards to merge. Call with the lock."""
         if self._adapter.merge is None or self._closed:

@@ -324,20 +324,22 @@ def run_python(source):
     )
 
 
-def test_a_cluster_without_frames_imports_no_pandas(tmp_path):
-    """Both take about as long to import as a worker of stock Dask takes to start."""
+def test_a_cluster_without_frames_imports_what_it_needs(tmp_path):
+    """pandas and pyarrow each take about as long to import as a worker of stock Dask to start."""
     source = """
 import sys
 import numpy
 from distributed import Client, LocalCluster
-def libraries(role="worker"):
-    modules = (f"dask_gpurt.plugins.{role}", "pandas", "pyarrow")
+RUNS = ("dask_gpurt.plugins.shuffle.exchange_run", "dask_gpurt.transport.ucx")
+DATA = ("dask_gpurt.codecs", "dask_gpurt.shuffle.shards", "dask_gpurt.transport.shared")
+def libraries(role="worker", later=RUNS):
+    modules = (f"dask_gpurt.plugins.{role}", "pandas", "pyarrow", *later)
     return [module for module in modules if module in sys.modules]
 if __name__ == "__main__":
     with LocalCluster(n_workers=2, dashboard_address=":0") as cluster, Client(cluster) as client:
         held = client.map(numpy.ones, [1000, 2000], workers=[*client.scheduler_info()["workers"]])
         print(sum(map(len, client.gather(held))), *client.run(libraries).values())
-        print(client.run_on_scheduler(libraries, "scheduler"))
+        print(client.run_on_scheduler(libraries, "scheduler", RUNS + DATA))
 """
     done = run_program(source, directory=tmp_path, **{ON: "true"})
     worker, scheduler = (f"['dask_gpurt.plugins.{role}']" for role in ("worker", "scheduler"))

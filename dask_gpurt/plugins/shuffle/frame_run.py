@@ -181,6 +181,10 @@ class TaskInputs:
         del self._waiting[task]
         return sorted(waiting.items(), key=itemgetter(0))
 
+    def clear(self) -> None:
+        """Forget the inputs of tasks that failed half-way."""
+        self._waiting.clear()
+
 
 class _Opened(NamedTuple):
     """Input partitions of one layout, the order of their rows by slot, and the rows of slots."""
@@ -261,6 +265,10 @@ class FrameRun(ExchangeRun):
         before = np.asarray(offsets, dtype=np.int64)
         target_nbytes = self._frames.shard_nbytes or SHARD_TARGET_NBYTES
         return RowsBySlot(opened.layout_key, before, opened.row_nbytes, target_nbytes, **more)
+
+    def _free(self) -> None:
+        self._task_inputs.clear()
+        super()._free()
 
     def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
         return self._frames.concatenate(pieces, self._state.pool.empty_alone)

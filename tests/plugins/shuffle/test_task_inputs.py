@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from dask_gpurt.plugins.shuffle.frame_run import TaskInputs
 
 
@@ -32,3 +34,16 @@ def test_a_task_may_run_again_after_its_last_input():
     for attempt in ("first", "second"):
         assert inputs.add("task", 2, 0, attempt) == []
         assert inputs.add("task", 2, 1, attempt) == [(0, attempt), (1, attempt)]
+
+
+def test_inputs_of_failed_tasks_can_be_forgotten():
+    class Data:
+        pass
+
+    inputs, data = TaskInputs(), Data()
+    freed = weakref.ref(data)
+    assert inputs.add("task", 2, 0, data) == []
+    del data
+    assert freed() is not None
+    inputs.clear()
+    assert freed() is None

@@ -20,7 +20,6 @@ from distributed.metrics import time
 from dask_gpurt.collectives.choice import LinkCosts, chain_slices
 from dask_gpurt.collectives.stock_time import card_seconds, fetch_units, replicate_units
 from dask_gpurt.errors import DamagedError
-from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import spread
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import WideValues
 from dask_gpurt.plugins.patches.p2p import to_serialize
 from dask_gpurt.plugins.patches.values.replicate import (
@@ -181,6 +180,9 @@ class Broadcaster:
         name = "scheduler://"
         others, n_slices = self._way(name, workers, nbytes)
         began_s, links = time(), _SchedulerLinks(self._scheduler)
+        # Not at import: it needs what runs of shuffles need, and few programs broadcast.
+        from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import spread
+
         answer = await spread(
             links,  # type: ignore[arg-type]
             self._scheduler.rpc,

@@ -26,8 +26,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
-from dask_gpurt.plugins.collectives.groups.worker_groups import LEAST_RATE, LEFT
+from dask_gpurt.plugins.collectives.groups.group_messages import LEAST_RATE, LEFT, GroupFailure
 from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 from dask_gpurt.shuffle.routing import host_of

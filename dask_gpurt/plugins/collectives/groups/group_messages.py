@@ -18,6 +18,10 @@ from dask_gpurt.collectives.reduction import disagreement
 from dask_gpurt.errors import CollectiveError, GangError, ProtocolError, RankLostError
 from dask_gpurt.plugins import request_checks
 
+#: Message to the scheduler: the step of a rank has ended, and no answer came.
+LEFT = "gpurt-gang-left"
+#: Slowest link that is believed, in bytes a second.
+LEAST_RATE = 1e6
 #: Largest rank or number of slices. More ranks than a cluster has workers.
 _MOST = 1 << 20
 #: Most bytes of the description of a value.

@@ -15,7 +15,12 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import CollectiveError, DamagedError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_member import OVER, GroupMember
-from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure, SliceHeader
+from dask_gpurt.plugins.collectives.groups.group_messages import (
+    LEAST_RATE,
+    LEFT,
+    GroupFailure,
+    SliceHeader,
+)
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.shuffle.routing import host_of
@@ -27,11 +32,6 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.worker import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
-
-#: Message to the scheduler: the step of a rank has ended, and no answer came.
-LEFT = "gpurt-gang-left"
-#: Slowest link that is believed, in bytes a second.
-LEAST_RATE = 1e6
 
 
 class WorkerGroups:
