@@ -58,10 +58,10 @@ class FewerTasks:
         ignores new inputs of a task, it would never forget them.
         """
         self._is_ending = True
-        if self._has_forgotten():
+        if self._forget():
             self._swap.uninstall()
 
-    def _has_forgotten(self) -> bool:
+    def _forget(self) -> bool:
         """Forget tasks that the scheduler has forgotten; return whether none is left."""
         tasks = self._scheduler.tasks
         # Copied at once: this runs on the event loop as well as in its thread.
@@ -80,7 +80,7 @@ class FewerTasks:
             new = culled(new, {*program.wanted})
         if self._is_ending:
             new, _ = self._with_known_inputs(new, program)
-            if self._has_forgotten():
+            if self._forget():
                 self._scheduler.loop.add_callback(self._swap.uninstall)
             return new
         if program.may_fuse and program.is_awaited and not program.annotations:
@@ -108,7 +108,7 @@ class FewerTasks:
 
         Their work is done once more then. But programs that come after this one can share it.
         """
-        self._has_forgotten()
+        self._forget()
         names = {layer.name for layer in found}
         same = {frozenset(group) for group in groups}
         return any(one & names for one in {*self._made.values()} - same)
