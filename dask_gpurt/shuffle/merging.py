@@ -146,8 +146,9 @@ def _origins(group: Sequence[Shard]) -> tuple[Origins, npt.NDArray[np.int64]]:
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.intp]:
     """Return the numbers of these ranges, one after the other."""
     ends = np.cumsum(lengths)
-    n_rows = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(n_rows)
+    numbers = np.repeat(starts - (ends - lengths), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def _empty(empty_at: EmptyAt, slot: int, nbytes: int) -> npt.NDArray[np.uint8]:
