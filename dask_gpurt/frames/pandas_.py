@@ -101,6 +101,7 @@ class PandasFrames:
         #: Position of the column. With several column levels, a label is only part of a name.
         self._position = _position_of(meta.columns, column)
         self._result_meta = _without(meta, self._position) if drop_column else meta
+        self._result_dtypes = list(self._result_meta.dtypes)
         self._names = [str(name) for name in self._result_meta.columns]
         if len(set(self._names)) < len(self._names):
             self._names = [f"{name} (column {n})" for n, name in enumerate(self._names)]
@@ -277,7 +278,7 @@ class PandasFrames:
             if one.kind == "categorical":
                 expected = None
                 if number < len(layout.columns):
-                    expected = self._result_meta.dtypes.iloc[number]
+                    expected = self._result_dtypes[number]
                 return join_categorical(number, mine[0], pieces, expected, self._categories)
             return compose(one, mine, arrow.get(number), objects.get(number))
 

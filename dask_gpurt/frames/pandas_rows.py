@@ -17,11 +17,11 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.frames.adapter import Packed, Piece, Selection, Slots, mean_nbytes
+from dask_gpurt.frames.adapter import Packed, Selection, Slots, mean_nbytes
 from dask_gpurt.frames.arrow_rows import ArrowRows
 from dask_gpurt.frames.columns import Column, decompose_index
 from dask_gpurt.frames.gather import Rows, Values, as_array, gather_columns, group_rows
-from dask_gpurt.frames.joining import join_objects, joined_objects
+from dask_gpurt.frames.joining import joined_objects
 from dask_gpurt.frames.layouts import FrameLayout
 
 if TYPE_CHECKING:
@@ -233,9 +233,8 @@ class MergedRows(_PandasRows):
             number: ArrowRows(pa.chunked_array([batch.column(j) for batch in batches]))
             for j, number in enumerate(layout.arrow if batches else ())
         }
-        whole = [Piece(body, 0, body.n_rows) for body in bodies]
         objects = {
-            number: join_objects([body.objects[j] for body in bodies], whole)
+            number: joined_objects([body.objects[j] for body in bodies])
             for j, number in enumerate(layout.objects)
         }
         super().__init__(adapter, layout, sum(body.n_rows for body in bodies), arrow, objects)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from threading import Event
 
-from distributed import Client
+from distributed import Client, Scheduler
+from distributed.utils_test import async_poll_for
 
 
 class HeldTasks:
-    """What tasks have taken, and whether they may end.
+    """The inputs that tasks have taken, and whether the tasks may end.
 
     Attributes
     ----------
     taken
-        What the tasks of a test took, in that order. The tasks add to it.
+        Inputs that the tasks of a test took, in that order. The tasks add to it.
     """
 
     def __init__(self) -> None:
@@ -40,3 +41,13 @@ class HeldTasks:
     async def started(self, client: Client) -> None:
         """Wait in a test until a task waits."""
         await client.loop.asyncio_loop.run_in_executor(None, self._started.wait, 60)
+
+
+async def until_all_is_stocks(client: Client, scheduler: Scheduler) -> None:
+    """Wait for the end of all tasks that graphs keep after the runtime, and then of its hook."""
+    await async_poll_for(lambda: not scheduler.tasks, 60)
+    assert scheduler.stream_handlers["update-graph"] != scheduler.update_graph
+    await client.submit(int)
+    await async_poll_for(
+        lambda: scheduler.stream_handlers["update-graph"] == scheduler.update_graph, 60
+    )

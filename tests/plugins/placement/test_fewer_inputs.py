@@ -18,7 +18,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_gpurt
 from dask_gpurt.placement import input_groups
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import n_inputs
-from tests.plugins.placement.held_tasks import HeldTasks
+from tests.plugins.placement.held_tasks import HeldTasks, until_all_is_stocks
 
 CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
 N = 24
@@ -352,10 +352,7 @@ def test_a_shuffles_tasks_are_forgotten_after_the_runtime(caplog):
         assert await second == pytest.approx(all_rows()["x"].sum())
         assert "run_spec" not in caplog.text
         del first, second, shuffled
-        await async_poll_for(lambda: not s.tasks, 60)
-        assert s.stream_handlers["update-graph"] != s.update_graph
-        await c.submit(int)
-        await async_poll_for(lambda: s.stream_handlers["update-graph"] == s.update_graph, 60)
+        await until_all_is_stocks(c, s)
 
     with caplog.at_level(logging.WARNING, "distributed.scheduler"):
         test()

@@ -17,7 +17,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
-from tests.plugins.placement.held_tasks import HeldTasks
+from tests.plugins.placement.held_tasks import HeldTasks, until_all_is_stocks
 
 N = 6
 CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
@@ -163,10 +163,7 @@ def test_tasks_of_a_program_are_forgotten_after_the_runtime(caplog):
         assert [await first, await second] == [TOTAL, TOTAL + 1]
         assert "run_spec" not in caplog.text and sorted(HELD.taken) == [*range(N)]
         del first, second
-        await async_poll_for(lambda: not s.tasks, 60)
-        assert s.stream_handlers["update-graph"] != s.update_graph
-        await c.submit(int)
-        await async_poll_for(lambda: s.stream_handlers["update-graph"] == s.update_graph, 60)
+        await until_all_is_stocks(c, s)
 
     with caplog.at_level(logging.WARNING, "distributed.scheduler"):
         test()
