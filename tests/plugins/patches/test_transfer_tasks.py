@@ -86,7 +86,7 @@ def test_every_input_is_handed_over_by_one_task(p2p, name, size):
         chains = ChainFinder(graph, (), (), {}).chains(barrier)
         assert len(chains) == len(barrier.dependencies)
         groups = [chains[i : i + size] for i in range(0, len(chains), size)]
-        write(new, barrier, groups)
+        write(new, [(barrier, groups)])
         written = new[barrier.key]
         assert isinstance(written, P2PBarrierTask) and written.spec is barrier.spec
         assert len(written.dependencies) == len(groups)
@@ -149,11 +149,24 @@ def test_keys_tell_which_inputs_go_together():
             graph = tasks_of(frame().shuffle("key"))
         (barrier,) = barriers(graph)
         chains = iter(ChainFinder(graph, (), (), {}).chains(barrier))
-        write(graph, barrier, [[next(chains) for _ in range(size)] for size in sizes])
+        write(graph, [(barrier, [[next(chains) for _ in range(size)] for size in sizes])])
         keys.append(graph[barrier.key].dependencies)
     assert not keys[0] & keys[1]
     assert keys[0] == keys[2]
     assert {key_split(key) for one in keys for key in one} == {"frompandas-shuffle-transfer"}
+
+
+def test_all_parts_of_a_rechunk_share_a_name():
+    """Else a scheduler has a group of tasks for each of them."""
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        array = da.random.default_rng(1).random((10, 10), chunks=(1, 2)).rechunk((2, 1))
+        graph = tasks_of(array)
+    found = barriers(graph)
+    finder = ChainFinder(graph, (), (), {})
+    write(graph, [(barrier, [finder.chains(barrier)]) for barrier in found])
+    keys = {key for barrier in found for key in graph[barrier.key].dependencies}
+    assert len(found) == len(keys) > 10
+    assert len({key[0] for key in keys}) == 1
 
 
 def test_tasks_that_nothing_needs_are_culled():
@@ -195,7 +208,7 @@ class Known:
 def test_tasks_that_a_scheduler_has_are_kept():
     first, second = chain_graph(), chain_graph()
     barrier = first["shuffle-barrier-a"]
-    write(first, barrier, [ChainFinder(first, (), (), {}).chains(barrier)])
+    write(first, [(barrier, [ChainFinder(first, (), (), {}).chains(barrier)])])
     known = {key: Known(task) for key, task in first.items()}
     assert keep_known(second, second["shuffle-barrier-a"], known)
     (key,) = barrier_of(first).dependencies
@@ -231,7 +244,7 @@ def test_inputs_of_a_task_run_one_after_the_other():
     refs = [TaskRef(("out", number)) for number in range(3)]
     barrier = P2PBarrierTask("shuffle-barrier-a", p2p_barrier, "a", *refs, spec=None)
     graph[barrier.key] = barrier
-    write(graph, barrier, [ChainFinder(graph, (), (), {}).chains(barrier)])
+    write(graph, [(barrier, [ChainFinder(graph, (), (), {}).chains(barrier)])])
     (key,) = graph[barrier.key].dependencies
     task = graph[key]
     assert execute_graph({task.key: task})[task.key] == 7

@@ -191,10 +191,34 @@ def _referred(arg: Any) -> Any:
     return arg.key if isinstance(arg, TaskRef) else None
 
 
-def write(graph: Graph, barrier: P2PBarrierTask, groups: Sequence[Sequence[Chain]]) -> None:
-    """Put one task in place of each group of chains, named after the first chain."""
-    # A key stands for the same inputs for ever, so it tells how all of them are grouped.
-    token = token_of([[[task.key for task in chain.tasks] for chain in group] for group in groups])
+def write(graph: Graph, shuffles: Sequence[tuple[Barrier, Sequence[Sequence[Chain]]]]) -> None:
+    """Put one task in place of each group of chains, named after the first chain.
+
+    Dask cuts a rechunk into many small shuffles, whose tasks have one name. Their keys get one
+    token, so the scheduler has one group of tasks for all of them, as with stock Dask.
+
+    Parameters
+    ----------
+    shuffles
+        Each shuffle with its groups of chains.
+    """
+    # A key stands for the same inputs for ever, so its token tells how all of them are grouped.
+    grouping: dict[str, list[list[list[Any]]]] = {}
+    for _, groups in shuffles:
+        keys = [[[task.key for task in chain.tasks] for chain in group] for group in groups]
+        grouping.setdefault(_name(groups), []).extend(keys)
+    tokens = {name: token_of(keys) for name, keys in grouping.items()}
+    for barrier, groups in shuffles:
+        _write(graph, barrier, groups, tokens[_name(groups)])
+
+
+def _name(groups: Sequence[Sequence[Chain]]) -> str:
+    """Return the name that all tasks of one rechunk or one shuffle have in their keys."""
+    key = groups[0][0].key
+    return str(key[0] if isinstance(key, tuple) else key)
+
+
+def _write(graph: Graph, barrier: Barrier, groups: Sequence[Sequence[Chain]], token: str) -> None:
     keys = []
     for group in groups:
         tasks = [task for chain in group for task in chain.tasks]

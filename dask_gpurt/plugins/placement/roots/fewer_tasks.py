@@ -137,19 +137,20 @@ class FewerTasks:
         if not unknown or not program.may_fuse:
             return new
         finder = ChainFinder(new, program.wanted, self._scheduler.tasks, program.annotations)
+        shuffles = [
+            (barrier, self._groups(chains, finder))
+            for barrier in unknown
+            if (chains := finder.chains(barrier))
+        ]
         new = dict(new)
-        for barrier in unknown:
-            if chains := finder.chains(barrier):
-                self._group(new, barrier, chains, finder)
+        write(new, shuffles)
+        self._shuffles.update(barrier.key for barrier, _ in shuffles)
         return new
 
-    def _group(
-        self, new: Graph, barrier: Barrier, chains: list[Chain], finder: ChainFinder
-    ) -> None:
+    def _groups(self, chains: list[Chain], finder: ChainFinder) -> list[list[Chain]]:
         inputs = [self._input(chain, finder) for chain in chains]
         groups = grouped(inputs, self._scheduler.total_nthreads)
-        write(new, barrier, [[chains[number] for number in group] for group in groups])
-        self._shuffles.add(barrier.key)
+        return [[chains[number] for number in group] for group in groups]
 
     def _input(self, chain: Chain, finder: ChainFinder) -> ShuffleInput:
         nbytes, most_nbytes = chain.carried_nbytes, 0
