@@ -78,8 +78,16 @@ UPSTREAM_TESTS := \
     $(patsubst %,shuffle/tests/test_%.py,\
         shuffle merge merge_column_and_index rechunk graph metrics shuffle_plugins) \
     $(patsubst %,tests/test_%.py,\
-        worker_memory worker worker_metrics active_memory_manager actor cancelled_state \
-        failed_workers reschedule scheduler steal worker_client worker_state_machine) \
+        worker_memory worker worker_metrics active_memory_manager actor as_completed \
+        cancelled_state chaos client client_executor client_loop cluster_dump collections \
+        computations dask_collections event_logging events failed_workers gc locks multi_locks \
+        priorities profile publish queues reschedule resources scheduler semaphore spans steal \
+        stories stress tls_functional variable versions worker_client worker_state_machine) \
+    $(patsubst %,deploy/tests/test_%.py,adaptive cluster spec_cluster) \
+    $(patsubst %,diagnostics/tests/test_%.py,\
+        cluster_dump_plugin eventstream graph_layout memory_sampler progress progress_stream \
+        scheduler_plugin task_stream worker_plugin) \
+    $(patsubst %,dashboard/tests/test_%.py,scheduler_bokeh worker_bokeh) \
     http/worker/tests/test_worker_http.py
 
 test-upstream: $(UPSTREAM_VENV)/installed

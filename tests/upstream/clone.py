@@ -17,7 +17,14 @@ import distributed
 #: Environment variable with the path of the clone.
 VARIABLE = "UPSTREAM_CLONE"
 #: Packages that have a folder of tests in the clone.
-_TESTED = ("distributed", "distributed.shuffle", "distributed.http.worker")
+_TESTED = (
+    "distributed",
+    "distributed.dashboard",
+    "distributed.deploy",
+    "distributed.diagnostics",
+    "distributed.http.worker",
+    "distributed.shuffle",
+)
 
 
 def check(clone: pathlib.Path) -> None:
