@@ -219,7 +219,10 @@ class JoinedFrames(_PandasRows):
     def _values(self, group: int, position: int) -> Values:
         # One part at a time: it is still in the processor's cache when its rows are gathered.
         member = self.layout.groups[group].members[position]
-        return np.concatenate([as_array(one.part(*member), len(one)) for one in self._partitions])
+        return np.concatenate(
+            [as_array(one.part(*member), len(one)) for one in self._partitions],
+            dtype=self.layout.groups[group].dtype,
+        )
 
 
 class MergedRows(_PandasRows):
@@ -241,4 +244,7 @@ class MergedRows(_PandasRows):
 
     def _values(self, group: int, position: int) -> Values:
         # One part at a time, so that little memory is needed in addition to the merged bodies.
-        return np.concatenate([body.regions[group][position] for body in self._bodies])
+        return np.concatenate(
+            [body.regions[group][position] for body in self._bodies],
+            dtype=self.layout.groups[group].dtype,
+        )

@@ -96,7 +96,8 @@ class Shard:
             return self.origins.slot, self.origins.source, self.origins.n_rows
         filled = np.flatnonzero(self.rows_per_slot)
         n_rows = self.rows_per_slot[filled].astype(np.int64)
-        return filled + self.first_slot, np.full(len(filled), self.source), n_rows
+        source = self.source if self.origins is None else int(self.origins.source.min())
+        return filled + self.first_slot, np.full(len(filled), source), n_rows
 
     @property
     def is_resident(self) -> bool:

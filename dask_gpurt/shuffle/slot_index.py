@@ -67,8 +67,8 @@ def are_interleaved(shards: Iterable[Shard]) -> bool:
         batch: Any = shard.source
         first = last = shard.source
         if shard.origins is not None:
-            batch = shard.origins.batch
-            last = int(shard.origins.source.max())
+            batch = shard.origins.batch, shard.layout_key
+            first, last = int(shard.origins.source.min()), int(shard.origins.source.max())
             if not shard.origins.ascends:
                 return True
         known_first, known_last = spans.get(batch, (first, last))

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
-#: Input partitions that are cut together: the name and the data of each.
+#: Input partitions that are cut together: the name and the data of each (opened, if a frame).
 Inputs = Sequence[tuple[Any, Any]]
 
 
@@ -181,15 +181,15 @@ class ExchangeRun:
         self.raise_if_closed()
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
-        if inputs := self._complete(data, partition_id):
+        for inputs in self._complete(data, partition_id):
             with self._metrics.foreground():
                 self._add(inputs)
         self.raise_if_closed()
         return self.run_id
 
-    def _complete(self, data: Any, partition_id: Any) -> Inputs:
+    def _complete(self, data: Any, partition_id: Any) -> Sequence[Inputs]:
         """Return the input partitions to cut now: none yet, if the task hands over more."""
-        return [(partition_id, data)]
+        return [[(partition_id, data)]]
 
     def _add(self, inputs: Inputs) -> None:
         with (

@@ -160,30 +160,56 @@ def obstacle(meta: Any) -> str | None:
     return None
 
 
+#: Most bytes of inputs that wait for other inputs of their task. Inputs that one task takes from
+#: memory are half of it; those that it makes of little may be of any size.
+MOST_WAITING_NBYTES = 32 << 20
+
+
+class _Given(NamedTuple):
+    """The numbers of the inputs that a task has handed over, and those that wait for the rest."""
+
+    numbers: set[int]
+    waiting: dict[int, Any]
+
+
 class TaskInputs:
     """Inputs that a task hands over one after the other, until all of them are there.
 
     They are cut together. Many small inputs have as many costs as large ones, most of all in
     pandas. And each would be cut into shards that are far too small.
+
+    An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. Each input is
+    judged alone, so a task that runs again forms the same groups: the store tells attempts apart by
+    the least input of a group.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, dict[int, Any]] = {}
+        self._given: dict[Any, _Given] = {}
 
-    def add(self, task: Any, n_inputs: int, partition: int, data: Any) -> Inputs:
-        """Return the inputs of a task with the last one of them; none before."""
-        waiting = self._waiting.setdefault(task, {})
-        if partition in waiting:
-            waiting.clear()  # the task failed half-way, and runs again
-        waiting[partition] = data
-        if len(waiting) < n_inputs:
-            return []
-        del self._waiting[task]
-        return sorted(waiting.items(), key=itemgetter(0))
+    def add(
+        self, task: Any, n_inputs: int, partition: int, data: Any, nbytes: float
+    ) -> list[Inputs]:
+        """Return the groups of inputs to cut now: a large one alone, small ones with the last."""
+        given = self._given.setdefault(task, _Given(set(), {}))
+        if partition in given.numbers:
+            # The task failed half-way, and runs again.
+            given = self._given[task] = _Given(set(), {})
+        given.numbers.add(partition)
+        groups: list[Inputs] = []
+        if nbytes * n_inputs > MOST_WAITING_NBYTES:
+            groups.append([(partition, data)])
+        else:
+            given.waiting[partition] = data
+        if len(given.numbers) == n_inputs:
+            # `clear` may have come meanwhile.
+            self._given.pop(task, None)
+            if given.waiting:
+                groups.append(sorted(given.waiting.items(), key=itemgetter(0)))
+        return groups
 
     def clear(self) -> None:
         """Forget the inputs of tasks that failed half-way."""
-        self._waiting.clear()
+        self._given.clear()
 
 
 class _Opened(NamedTuple):
@@ -218,11 +244,13 @@ class FrameRun(ExchangeRun):
             plugin,
         )
 
-    def _complete(self, data: Any, partition_id: int) -> Inputs:
+    def _complete(self, data: Any, partition_id: int) -> Sequence[Inputs]:
+        opened = self._frames.open(data)
         if self._frames.join is None:
-            return [(partition_id, data)]
+            return [[(partition_id, opened)]]
         task, n_inputs = handed_over_by_this_task(self._worker)
-        return self._task_inputs.add(task, n_inputs, partition_id, data)
+        nbytes = len(data) * opened.row_nbytes
+        return self._task_inputs.add(task, n_inputs, partition_id, opened, nbytes)
 
     def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._opened(inputs)
@@ -244,22 +272,29 @@ class FrameRun(ExchangeRun):
     def _opened(self, inputs: Inputs) -> list[_Opened]:
         """Return the rows of inputs, grouped by slot. Inputs of one layout are taken together."""
         if len(inputs) == 1:
-            partition = self._frames.open(inputs[0][1])
+            partition = inputs[0][1]
             order, offsets = partition.group(self._plan)
             return [_Opened(partition, order, self._rows(partition, offsets))]
         assert self._frames.join is not None
         alike: dict[bytes, list[tuple[int, OpenPartition]]] = {}
-        for source, data in inputs:
-            partition = self._frames.open(data)
+        for source, partition in inputs:
             alike.setdefault(partition.layout_key, []).append((source, partition))
         found = []
         for several in alike.values():
-            sources, partitions = zip(*several, strict=True)
-            joined = self._frames.join(partitions)
-            order, offsets, n_rows = joined.group_sources(self._plan)
-            rows = self._rows(joined, offsets, sources=sources, n_rows=n_rows)
-            found.append(_Opened(joined, order, rows))
+            try:
+                found.append(self._joined(several))
+            except ValueError:
+                # Arrow's dictionaries with few bits for a code may not fit into one.
+                found += [self._joined([one]) for one in several]
         return found
+
+    def _joined(self, several: Sequence[tuple[int, OpenPartition]]) -> _Opened:
+        assert self._frames.join is not None
+        sources, partitions = zip(*several, strict=True)
+        joined = self._frames.join(partitions)
+        order, offsets, n_rows = joined.group_sources(self._plan)
+        rows = self._rows(joined, offsets, sources=sources, n_rows=n_rows)
+        return _Opened(joined, order, rows)
 
     def _rows(self, opened: GatheredRows, offsets: Any, **more: Any) -> RowsBySlot:
         before = np.asarray(offsets, dtype=np.int64)

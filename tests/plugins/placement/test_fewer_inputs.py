@@ -9,6 +9,7 @@ import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from dask.utils import key_split
 from distributed import Client, futures_of, wait
@@ -18,6 +19,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_gpurt
 from dask_gpurt.placement import input_groups
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import n_inputs
+from dask_gpurt.plugins.shuffle import frame_run
 from tests.plugins.placement.held_tasks import HeldTasks, until_all_is_stocks
 
 CONFIG = {"gpurt.enabled": True, "dataframe.shuffle.method": "p2p"}
@@ -107,12 +109,36 @@ async def test_held_inputs_are_handed_over_where_they_are(c, s, a, b):
     assert not inputs & moved
 
 
-@on_cluster()
-async def test_rows_come_in_the_order_of_inputs(c, s, a, b):
-    held = await held_frame(c)
+def unlike(number: int) -> pd.DataFrame:
+    """Return a partition whose numbers, or whose missing values, are of another type."""
+    found = part(number)
+    found["x"] = (found["x"] * 100).round().astype((int, float, "Int64")[number % 3])
+    return found
+
+
+@pytest.mark.parametrize("make", [part, unlike])
+@on_cluster(n_workers=1)
+async def test_rows_come_in_the_order_of_inputs(c, s, a, make):
+    held = await held_frame(c, make)
     found = await c.compute(held.shuffle("key", npartitions=3).map_partitions(sources))
     for numbers in found.groupby("of")["from"]:
         assert numbers[1].is_monotonic_increasing
+
+
+@on_cluster(n_workers=1)
+async def test_large_inputs_among_small_ones_keep_their_order(c, s, a, monkeypatch):
+    monkeypatch.setattr(frame_run, "MOST_WAITING_NBYTES", 16 * 2000)
+    held, tasks = await held_frame(c, unequal), HandingOver(s)
+    found = await c.compute(held.shuffle("key", npartitions=3).map_partitions(sources))
+    assert max(tasks.sizes.values()) == 16
+    assert len(found) == sum(len(unequal(number)) for number in range(N))
+    for numbers in found.groupby("of")["from"]:
+        assert numbers[1].is_monotonic_increasing
+
+
+def unequal(number: int) -> pd.DataFrame:
+    """Return a partition of about 1 kB, or of 5 kB."""
+    return pd.concat([part(number)] * (1 if number % 5 else 5))
 
 
 @on_cluster()
@@ -138,21 +164,35 @@ def with_least_key(part: pd.DataFrame) -> pd.DataFrame:
     return part.assign(least=part["key"].min())
 
 
-@on_cluster()
-async def test_inputs_of_one_task_may_have_several_types(c, s, a, b):
-    held = await held_frame(c, unlike)
-    tasks = HandingOver(s)
-    found = await c.compute(held.shuffle("key", npartitions=4))
-    assert max(tasks.sizes.values()) > 3
-    expected = pd.concat([unlike(number) for number in range(N)])
-    assert ordered(found).astype(str).equals(ordered(expected).astype(str))
-
-
-def unlike(number: int) -> pd.DataFrame:
-    """Return a partition whose numbers, or whose missing values, are of another type."""
+def swapped(number: int) -> pd.DataFrame:
+    """Return a partition whose numbers have the order of bytes of another machine."""
     found = part(number)
-    found["x"] = (found["x"] * 100).round().astype((int, float, "Int64")[number % 3])
-    return found
+    return found.assign(x=found["x"].to_numpy().astype(">f8"))
+
+
+def with_own_words(number: int) -> pd.DataFrame:
+    """Return a partition with an Arrow dictionary. Those of several need too many codes for one."""
+    found = part(number)
+    words = pa.array([f"{number} {n}" for n in range(len(found))]).dictionary_encode()
+    short = words.cast(pa.dictionary(pa.int8(), pa.string()))
+    return found.assign(x=pd.arrays.ArrowExtensionArray(short))
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"), [(unlike, float), (swapped, float), (with_own_words, str)]
+)
+@on_cluster()
+async def test_inputs_of_one_task_may_have_other_types(c, s, a, b, make, plain):
+    held = c.persist(dd.from_map(make, range(N), meta=make(0).iloc[:0]))
+    await wait(held)
+    tasks = HandingOver(s)
+    # The words of an output fit into one dictionary.
+    parts = held.shuffle("from", npartitions=8 * N).to_delayed()
+    found = [part for part in await c.gather(c.compute(parts)) if len(part)]
+    assert max(tasks.sizes.values()) > 3
+    found = pd.concat([part.astype({"x": plain}) for part in found])
+    expected = pd.concat([make(number).astype({"x": plain}) for number in range(N)])
+    pd.testing.assert_frame_equal(ordered(found), ordered(expected))
 
 
 def sources(part: pd.DataFrame) -> pd.DataFrame:
