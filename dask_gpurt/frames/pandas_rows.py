@@ -88,6 +88,10 @@ class _PandasRows:
         """Return one fixed-width part of a column, by its place in the layout."""
         raise NotImplementedError
 
+    def _joined(self, group: int, parts: list[npt.NDArray[Any]]) -> Values:
+        # With the type of the layout: NumPy's own choice is the order of bytes of this machine.
+        return np.concatenate(parts, dtype=self.layout.groups[group].dtype)
+
     @property
     def row_nbytes(self) -> float:
         fixed = sum(len(g.members) * g.dtype.itemsize for g in self.layout.groups)
@@ -219,9 +223,8 @@ class JoinedFrames(_PandasRows):
     def _values(self, group: int, position: int) -> Values:
         # One part at a time: it is still in the processor's cache when its rows are gathered.
         member = self.layout.groups[group].members[position]
-        return np.concatenate(
-            [as_array(one.part(*member), len(one)) for one in self._partitions],
-            dtype=self.layout.groups[group].dtype,
+        return self._joined(
+            group, [as_array(one.part(*member), len(one)) for one in self._partitions]
         )
 
 
@@ -244,7 +247,4 @@ class MergedRows(_PandasRows):
 
     def _values(self, group: int, position: int) -> Values:
         # One part at a time, so that little memory is needed in addition to the merged bodies.
-        return np.concatenate(
-            [body.regions[group][position] for body in self._bodies],
-            dtype=self.layout.groups[group].dtype,
-        )
+        return self._joined(group, [body.regions[group][position] for body in self._bodies])

@@ -33,6 +33,7 @@ from dask._task_spec import Alias, DataNode, Task, TaskRef, _execute_subgraph
 from dask.sizeof import sizeof
 from dask.utils import key_split
 from distributed.shuffle._core import P2PBarrierTask
+from distributed.utils import key_split_group
 from distributed.worker import thread_state
 
 if TYPE_CHECKING:
@@ -206,16 +207,10 @@ def write(graph: Graph, shuffles: Sequence[tuple[Barrier, Sequence[Sequence[Chai
     grouping: dict[str, list[list[list[Any]]]] = {}
     for _, groups in shuffles:
         keys = [[[task.key for task in chain.tasks] for chain in group] for group in groups]
-        grouping.setdefault(_name(groups), []).extend(keys)
+        grouping.setdefault(key_split_group(groups[0][0].key), []).extend(keys)
     tokens = {name: token_of(keys) for name, keys in grouping.items()}
     for barrier, groups in shuffles:
-        _write(graph, barrier, groups, tokens[_name(groups)])
-
-
-def _name(groups: Sequence[Sequence[Chain]]) -> str:
-    """Return the name that all tasks of one rechunk or one shuffle have in their keys."""
-    key = groups[0][0].key
-    return str(key[0] if isinstance(key, tuple) else key)
+        _write(graph, barrier, groups, tokens[key_split_group(groups[0][0].key)])
 
 
 def _write(graph: Graph, barrier: Barrier, groups: Sequence[Sequence[Chain]], token: str) -> None:
