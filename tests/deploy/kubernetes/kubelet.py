@@ -19,6 +19,7 @@ import aiohttp
 import psutil
 
 from tests.deploy.kubernetes.objects import (
+    DASK_CLUSTERS,
     DEPLOYMENTS,
     PODS,
     SERVICES,
@@ -89,6 +90,8 @@ class Kubelet:
             await self._give_addresses()
         elif event.resource == DEPLOYMENTS and event.what != "DELETED":
             await self._make_pods(one)
+        elif event.resource == DASK_CLUSTERS and value_at(one, "status.phase") == "Pending":
+            await self._publish_services(one)
         elif event.resource == PODS and event.what == "ADDED":
             running = pods.create_task(self._run(one, next(self._numbers)))
             self._running[meta["uid"]] = running
@@ -99,6 +102,22 @@ class Kubelet:
             for owner in self._objects.select(DEPLOYMENTS, meta["namespace"]):
                 if is_owned(one, owner):
                     await self._make_pods(owner)
+
+    async def _publish_services(self, cluster: Object) -> None:
+        """Give the services of a cluster their status, which makes the operator call it running.
+
+        Kubernetes has this status as soon as a service is there. But the operator may then write
+        `Running` before its own `Pending`, and the cluster stays pending (dask-kubernetes#968).
+        """
+        for service in self._objects.select(SERVICES, cluster["metadata"]["namespace"]):
+            if is_owned(service, cluster):
+                await self._objects.update(
+                    SERVICES,
+                    service["metadata"]["namespace"],
+                    service["metadata"]["name"],
+                    lambda one: merged(one, {"status": {"loadBalancer": {}}}),
+                    only_status=True,
+                )
 
     def _stop(self, pod: Object) -> None:
         meta = pod["metadata"]

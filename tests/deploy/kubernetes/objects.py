@@ -70,6 +70,7 @@ class Resource(NamedTuple):
 PODS = Resource("v1", "pods")
 SERVICES = Resource("v1", "services")
 DEPLOYMENTS = Resource("apps/v1", "deployments")
+DASK_CLUSTERS = Resource("kubernetes.dask.org/v1", "daskclusters")
 #: Finalizer that keeps a pod until its container has ended.
 UNTIL_ENDED = "tests/until-ended"
 DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions")
@@ -192,8 +193,6 @@ class Objects:
             self._define(one)
         elif resource == SERVICES:
             one["spec"].setdefault("clusterIP", f"10.96.0.{next(self._hosts)}")
-            # The operator waits for a change of this field.
-            one["status"] = {"loadBalancer": {}}
         self._objects[resource, inside, meta["name"]] = one
         await self._emit("ADDED", resource, one)
         return one
