@@ -38,7 +38,8 @@ def test_record_claims_no_savings_without_costs():
     assert Record("x", "a", "cost", "a", {"a": term(1.0, 0.0)}).saved_s == 0
 
 
-def test_the_page_about_placement_has_an_example_of_each_reason():
+def test_the_page_about_placement_has_each_reason():
     page = PAGE.read_text()
-    for meaning in REASONS.values():
-        assert f'"reason": "{meaning}"' in page
+    for code, meaning in REASONS.items():
+        assert f"`{code}`" in page
+        assert f"`{meaning}`" in page

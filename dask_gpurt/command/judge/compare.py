@@ -292,7 +292,8 @@ def as_text(found: dict[str, Any], width: int | None = None) -> str:
     """Return the comparison for a terminal; a failure of the runtime alone comes first."""
     size = ""
     if "enabled" in found and (threads := found["enabled"]["threads"]):
-        size = f", {count_text(len(threads), 'worker')} with {count_text(sum(threads), 'thread')}"
+        n_threads = count_text(sum(threads), "thread")
+        size = f", {count_text(len(threads), 'worker')} with {n_threads} in all"
     lines = [f"dask gpurt compare: {found['program']}{size}"]
     if found["problem"] is not None:
         lines += [f"  {line}" for line in found["problem"].splitlines()]
