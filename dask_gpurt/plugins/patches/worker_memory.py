@@ -66,7 +66,7 @@ from distributed.protocol.serialize import (
     merge_and_deserialize,
     serialize_and_split,
 )
-from distributed.sizeof import safe_sizeof
+from distributed.sizeof import safe_sizeof as stock_sizeof
 from distributed.spill import SpillBuffer
 from distributed.utils import ensure_memoryview
 from distributed.worker import thread_state
@@ -107,6 +107,8 @@ __all__ = [
     "warn_of_unmanaged",
 ]
 
+#: Size of a value that cannot be measured.
+_ASSUMED_NBYTES = 1_000_000
 #: States of a task on a worker that will still use its inputs.
 _WILL_USE = frozenset({"waiting", "ready", "constrained"})
 
@@ -331,7 +333,24 @@ def result_of(event: Any) -> tuple[Any, int, float] | None:
     """Return a result, its bytes and its task's seconds; None if the task did not succeed."""
     if not isinstance(event, ExecuteSuccessEvent):
         return None
-    return event.value, event.nbytes, event.stop - event.start
+    return event.value, whole_nbytes(event.nbytes), event.stop - event.start
+
+
+def safe_sizeof(value: Any) -> int:
+    """Return the size of a value as Dask measures it, in whole bytes."""
+    return whole_nbytes(stock_sizeof(value))
+
+
+def whole_nbytes(size: Any) -> int:
+    """Return a size as a whole number of bytes, at least 0.
+
+    Dask takes over any result of a type's registered `sizeof`: a number of NumPy, one below 0, nan.
+    Without a number, a size is the one that Dask assumes where measuring fails.
+    """
+    try:
+        return max(0, int(size))
+    except (TypeError, ValueError, OverflowError):
+        return _ASSUMED_NBYTES
 
 
 def is_on_device(value: Any) -> bool:

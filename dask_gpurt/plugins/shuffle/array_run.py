@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
-from distributed.sizeof import safe_sizeof
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.adapter import DEVICE_SHARD_NBYTES, Piece
@@ -24,6 +23,7 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
+from dask_gpurt.plugins.patches.worker_memory import safe_sizeof
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.figures import ARRAY

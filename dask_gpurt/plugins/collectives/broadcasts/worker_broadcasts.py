@@ -15,13 +15,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.sizeof import safe_sizeof
-
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
+from dask_gpurt.plugins.patches.worker_memory import safe_sizeof
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.tracing.lane_names import COLLECTIVE
@@ -117,7 +116,7 @@ class WorkerBroadcasts:
                 await run.run()
                 value = await asyncio.to_thread(received.value)
                 if await self.awaited.offer(key, version, value):
-                    return int(safe_sizeof(value))
+                    return safe_sizeof(value)
                 size = await take_replica(self._worker, key, value, version)
                 return "it does not need the value from here" if size is None else size
             except Exception as error:

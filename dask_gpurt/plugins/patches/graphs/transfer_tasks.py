@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dask._task_spec import Alias, DataNode, Task, TaskRef, _execute_subgraph
-from dask.sizeof import sizeof
 from dask.utils import key_split
 from distributed.shuffle._core import P2PBarrierTask
+from distributed.sizeof import safe_sizeof
 from distributed.utils import key_split_group
 from distributed.worker import thread_state
 
@@ -80,7 +80,7 @@ class Chain:
     @property
     def carried_nbytes(self) -> int:
         """Bytes of data that are in these tasks, as a client sent them."""
-        return sum(sizeof(task.value) for task in self.tasks if isinstance(task, DataNode))
+        return sum(safe_sizeof(task.value) for task in self.tasks if isinstance(task, DataNode))
 
 
 def may_be_fused(task: GraphNode) -> bool:

@@ -37,6 +37,7 @@ from distributed.protocol.serialize import Serialized, merge_and_deserialize
 
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.patches.values.by_task import ByTask
+from dask_gpurt.plugins.patches.worker_memory import whole_nbytes
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ async def take_replica(worker: Worker, key: Any, value: Any, version: int) -> in
     task = worker.state.tasks.get(key)
     if task is not None and task in worker.state.in_flight_tasks:
         return None
-    size = int(worker.update_data({key: value})["nbytes"][key])
+    size = whole_nbytes(worker.update_data({key: value})["nbytes"][key])
     if version:
         stimulus_id = f"gpurt-copied-{time()}"
         told = {"op": _COPIED, "key": key, "version": version, "stimulus_id": stimulus_id}
