@@ -26,12 +26,15 @@ _BINARY_OFFSETS: dict[int, str] = {
 def is_arrow(value: Any) -> bool:
     """Return whether `arrow_node` accepts this value."""
     if isinstance(value, (pa.Table, pa.RecordBatch)):
-        # Without columns, the node would not record the number of rows.
-        return value.num_columns > 0 and not any(_is_foreign(type_) for type_ in value.schema.types)
+        return not any(_is_foreign(type_) for type_ in value.schema.types)
     return isinstance(value, (pa.ChunkedArray, pa.Array)) and not _is_foreign(value.type)
 
 
 def arrow_node(value: Any, into: Into) -> Node:
+    if isinstance(value, (pa.Table, pa.RecordBatch)) and not value.num_columns:
+        # Only the value knows its number of rows then, and pickle loses it.
+        kind = "table" if isinstance(value, pa.Table) else "batch"
+        return [f"arrow {kind}", value.schema.serialize().to_pybytes(), value.num_rows]
     if isinstance(value, pa.Table):
         columns = [_chunks(column, into) for column in value.columns]
         return ["arrow table", value.schema.serialize().to_pybytes(), columns]
@@ -50,11 +53,13 @@ def arrow_of(node: Node, out_of: OutOf) -> Any:
     if kind == "arrow chunks":
         return _joined(_type_of(described), parts, out_of)
     schema = pa.ipc.read_schema(pa.py_buffer(described))
+    of_columns = (pa.Table if kind == "arrow table" else pa.RecordBatch).from_arrays
+    if isinstance(parts, int):
+        rows = of_columns([pa.nulls(parts)], names=[""])
+        return rows.replace_schema_metadata(schema.metadata).select([])
     make = _joined if kind == "arrow table" else _array_of
     columns = [make(field.type, p, out_of) for field, p in zip(schema, parts, strict=True)]
-    return (pa.Table if kind == "arrow table" else pa.RecordBatch).from_arrays(
-        columns, schema=schema
-    )
+    return of_columns(columns, schema=schema)
 
 
 def _is_foreign(type_: pa.DataType) -> bool:

@@ -108,6 +108,7 @@ def assert_same(got, expected):
             assert got.tobytes() == expected.tobytes()
     elif isinstance(expected, (pa.Table, pa.RecordBatch)):
         assert got.schema.equals(expected.schema, check_metadata=True)
+        assert got.num_rows == expected.num_rows
         assert_same(got.columns, expected.columns)
     elif isinstance(expected, pa.ChunkedArray):
         assert got.type == expected.type
