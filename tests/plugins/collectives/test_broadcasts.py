@@ -63,6 +63,28 @@ def test_every_worker_gets_the_value(name, how):
     test()
 
 
+@pytest.mark.parametrize("size", [1, N])
+@pytest.mark.parametrize("by", ["name", "text", "part of the address", "address"])
+def test_scatter_takes_workers_as_stock_dask_does(by, size):
+    @on_cluster()
+    async def test(c, s, *workers):
+        named = {
+            "name": [worker.name for worker in workers],
+            # A name like this is a part of all addresses.
+            "text": ["1", "2", "127", "4", "5", "6"],
+            "part of the address": [worker.address.partition("//")[2] for worker in workers],
+            "address": [worker.address for worker in workers],
+        }[by]
+        if by == "text":
+            s.aliases.update(zip(named, [worker.address for worker in workers], strict=True))
+        future = await c.scatter(np.ones(size), workers=named[:4], broadcast=True)
+        holders = {ws.address for ws in s.tasks[future.key].who_has}
+        assert holders == {worker.address for worker in workers[:4]}
+        assert report(s)["values"] == (size == N)
+
+    test()
+
+
 @on_cluster()
 async def test_few_connections_are_enough(c, s, *workers):
     """Workers of one process share its open files, so each may have few connections."""

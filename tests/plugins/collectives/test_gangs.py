@@ -40,6 +40,24 @@ async def test_each_worker_is_one_rank_once(c, s, *workers):
 
 
 @on_cluster()
+async def test_workers_by_name_are_still_there_in_a_rebuilt_one(c, s, *workers):
+    gone = "tcp://127.0.0.9:1"
+    comm = Communicator(c, [workers[3].name, gone, workers[0].address])
+    with pytest.raises(GangError, match="there is no worker"):
+        await comm.run(ranks)
+    async with await comm.rebuild() as smaller:
+        found = await c.gather(await smaller.run(ranks))
+    chosen = [workers[3].address, workers[0].address]
+    assert found == [(rank, 2, chosen, ()) for rank in range(2)]
+
+
+@on_cluster(TWO)
+async def test_one_worker_may_be_a_text(c, s, a, b):
+    async with Communicator(c, b.address) as comm:
+        assert await c.gather(await comm.run(ranks)) == [(0, 1, [b.address], ())]
+
+
+@on_cluster()
 async def test_some_workers_by_address_or_name(c, s, *workers):
     chosen = [workers[3].address, workers[0].name]
     async with Communicator(c, chosen) as comm:

@@ -41,7 +41,7 @@ class Communicator:
     ----------
     client : distributed.Client
         A client of a cluster with the runtime on.
-    workers : list of str, optional
+    workers : list of str, or str, optional
         Addresses or names of workers, in the order of ranks. Default: all workers, by host.
     timeout : str or float
         How long a rank waits for another one without any progress, and for all to begin.
@@ -58,13 +58,15 @@ class Communicator:
     def __init__(
         self,
         client: Client,
-        workers: Sequence[str] | None = None,
+        workers: Sequence[str] | str | None = None,
         timeout: str | float = "5 minutes",
     ) -> None:
         self._client = client
         self._timeout_s = float(parse_timedelta(timeout))
         if self._timeout_s <= 0:
             raise ValueError(f"timeout is {timeout!r}; it must be a positive time")
+        if isinstance(workers, str):
+            workers = [workers]
         self.workers = None if workers is None else list(workers)
         #: Names of the gangs that may still run.
         self._names: list[str] = []
@@ -140,8 +142,12 @@ class Communicator:
         return self._client.sync(self._rebuild)  # type: ignore[no-any-return]
 
     async def _rebuild(self) -> Communicator:
-        there = await self._scheduler.ncores()
-        workers = None if self.workers is None else [one for one in self.workers if one in there]
+        workers = self.workers
+        if workers is not None:
+            there = (await self._scheduler.identity(n_workers=-1))["workers"]
+            # Before a gang has begun, these may be names.
+            known = {*there, *(one["id"] for one in there.values())}
+            workers = [one for one in workers if one in known]
         return Communicator(self._client, workers, self._timeout_s)
 
     async def _run(

@@ -103,8 +103,12 @@ class ReplicateSwap:
             timeout: float = 2,
         ) -> Any:
             sent: dict[Any, dict[str, int]] = {}
+            targets: set[WorkerState] = set()
             if broadcast is True:
-                targets = _targets(scheduler, workers)
+                # Unlike `replicate`, this also takes names of workers, and addresses in part.
+                if workers is not None:
+                    workers = [scheduler.coerce_address(one) for one in workers]
+                targets = _running(scheduler, workers)
                 for key, value in data.items():
                     if isinstance(value, Serialized) and (
                         made := await scatter(key, value, targets)
@@ -123,7 +127,7 @@ class ReplicateSwap:
             if rest:
                 await stock_scatter(rest, workers, client, broadcast, timeout)
             if sent:  # stock Dask makes the copies that are missing
-                await replicate(list(sent), None, workers)
+                await replicate(list(sent), None, [ws.address for ws in targets])
             return list(data)
 
         # Dask inspects the names of a handler's parameters.
@@ -145,10 +149,20 @@ class ReplicateSwap:
 
 def _targets(scheduler: Scheduler, workers: Iterable[Any] | None) -> set[WorkerState]:
     """Return the running workers among those that a client names; None names all."""
-    if workers is None:
+    return _running(scheduler, None if workers is None else scheduler.workers_list(workers))
+
+
+def _running(scheduler: Scheduler, addresses: Iterable[str] | None) -> set[WorkerState]:
+    """Return the running workers at these addresses; None stands for all.
+
+    Raises
+    ------
+    KeyError
+        An address is none of a worker, as from stock Dask.
+    """
+    if addresses is None:
         return set(scheduler.running)
-    named = {scheduler.workers[address] for address in scheduler.workers_list(workers)}
-    return named & scheduler.running
+    return {scheduler.workers[address] for address in addresses} & scheduler.running
 
 
 class _KeepWanted(ReduceReplicas):
