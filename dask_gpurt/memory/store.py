@@ -25,7 +25,7 @@ from dask_gpurt.memory.decisions.levels import Level, Priority, Value
 from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.files.inherited import Inherited
 from dask_gpurt.memory.send_buffers import SendBuffers
-from dask_gpurt.memory.store_report import explained, reported, spilled_nbytes
+from dask_gpurt.memory.store_report import Spilled, explained, reported, spilled_nbytes
 from dask_gpurt.memory.tiers import Lanes, Packing, Tier
 
 #: Number of the top level in host memory.
@@ -443,15 +443,20 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     slow = disk
 
     @property
-    def spilled_total(self) -> tuple[int, int]:
+    def spilled_total(self) -> Spilled:
         """Bytes of the spilled values: the size they have in memory, and their stored size."""
         with self._lock:
-            return spilled_nbytes(self.residency) if self.has_spilled else (0, 0)
+            return spilled_nbytes(self.residency) if self.has_spilled else Spilled(0, 0)
 
     @property
     def fast(self) -> Mapping[Hashable, Any]:
         """Values that could be evicted. Part of Dask's protocol for stores that can evict."""
         return self._objects
+
+    def clear(self) -> None:
+        """Remove all values, without loading them first as a mapping does by default."""
+        for key in [*self]:
+            del self[key]
 
     def evict(self) -> int:
         """Begin to evict one value; return its bytes, or -1 if there is none.
@@ -486,6 +491,6 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         with self._lock:
             self._objects.clear()
 
-    def clear(self) -> None:
+    def free_tiers(self) -> None:
         """Free what tiers hold, after `close`. It removes files: not on the owner's thread."""
         self._carrier.close()

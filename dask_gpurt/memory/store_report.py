@@ -7,7 +7,7 @@ the store's lock.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.memory.decisions.admission import Admission
 from dask_gpurt.memory.decisions.levels import Value
@@ -82,11 +82,18 @@ def reported(
     }
 
 
-def spilled_nbytes(residency: Residency) -> tuple[int, int]:
+class Spilled(NamedTuple):
+    """Bytes of spilled values, with the names that Dask's own store has for them."""
+
+    memory: int
+    disk: int
+
+
+def spilled_nbytes(residency: Residency) -> Spilled:
     """Return the bytes of spilled values: their size in memory, and their stored size."""
     memory = kept = 0
     for value in residency.values.values():
         if not value.in_memory:
             memory += value.nbytes
             kept += value.copies[max(value.copies)]
-    return memory, kept
+    return Spilled(memory, kept)

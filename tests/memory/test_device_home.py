@@ -74,7 +74,7 @@ def test_values_spill_through_all_levels_in_order_and_return(tmp_path, compresse
     assert not setup.lost
     assert not setup.hazards
     setup.store.close()
-    setup.store.clear()
+    setup.store.free_tiers()
 
 
 def test_warm_pool_allocates_nothing():

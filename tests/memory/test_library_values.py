@@ -93,7 +93,7 @@ class Setup(SteppedLanes):
         self.hooks.uninstall()
         self.store.close()
         self.store.release_objects()
-        self.store.clear()
+        self.store.free_tiers()
         gc.collect()
         if self.gpu.is_pumped:
             self.gpu.host.pump()
@@ -349,7 +349,7 @@ def test_allocation_waits_for_the_store_lock_of_another_thread(setup):
 def test_closed_store_makes_no_room(setup, caplog):
     setup.store[0] = held = setup.gpu.full(0, 600)
     setup.store.close()
-    setup.store.clear()
+    setup.store.free_tiers()
     with pytest.raises(MemoryError):
         setup.allocate(900)
     np.testing.assert_array_equal(held.to_host(), np.zeros(600, np.uint8))

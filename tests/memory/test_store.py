@@ -221,13 +221,25 @@ def test_pop_is_refused_as_in_dask():
         Setup().store.pop("a")
 
 
+def test_cleared_store_goes_on():
+    setup = Setup()
+    for names in ("abcd", "efgh"):
+        filled(setup, *names)
+        assert setup.store.disk
+        assert setup.store.spilled_total.memory > 0 < setup.store.spilled_total.disk
+        setup.store.clear()
+        setup.settle()
+        assert len(setup.store) == 0
+        assert setup.tiers[0].used_nbytes == 0
+
+
 def test_store_closed_with_moves_in_flight_is_empty():
     setup = Setup()
     for key in "abcdef":
         setup.store[key] = key.encode() * 40
     setup.owner.step()
     setup.store.close()
-    setup.store.clear()
+    setup.store.free_tiers()
     setup.settle()
     assert setup.tiers[0].used_nbytes == 0
 
@@ -242,7 +254,7 @@ def test_store_closed_during_reads_loses_no_value(is_begun, caplog):
 
     def close():
         setup.store.close()
-        setup.store.clear()
+        setup.store.free_tiers()
 
     if is_begun:
         get = setup.tiers[0]._tier.get
@@ -266,7 +278,7 @@ def test_store_closed_during_a_send_loses_no_value(caplog):
 
     def close_and_get(place):
         setup.store.close()
-        setup.store.clear()
+        setup.store.free_tiers()
         return get(place)
 
     setup.tiers[0]._tier.get = close_and_get

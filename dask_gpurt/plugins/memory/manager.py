@@ -474,7 +474,7 @@ class ManagedMemory:
 
     def _clear(self) -> None:
         # Removing gigabytes of files takes a second.
-        self.store.clear()
+        self.store.free_tiers()
         for lane in (self._writes, self._reads):
             lane.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,8 @@ class Machines:
                 # For hundreds of hosts this takes seconds.
                 found = await asyncio.to_thread(discover, self._seen(), self._rates(), self._given)
             except Exception as error:
+                if not threading.main_thread().is_alive():
+                    return  # the script has ended, and its interpreter starts no more threads
                 # The links are learnt then, as without a description.
                 self._record_problem("discovery", repr(error)[:200])
                 logger.error("the machines could not be described", exc_info=error)

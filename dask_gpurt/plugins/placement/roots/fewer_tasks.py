@@ -144,6 +144,7 @@ class FewerTasks:
         ]
         new = dict(new)
         write(new, shuffles)
+        self._forget()
         self._shuffles.update(barrier.key for barrier, _ in shuffles)
         return new
 
