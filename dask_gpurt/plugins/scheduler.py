@@ -155,10 +155,10 @@ class GpurtScheduler(SchedulerPlugin):
             "gpurt_worker_ready": self.worker_ready,
         }
         scheduler.handlers.update(self._handlers)
-        self._lost_values = LostValues(scheduler)
+        self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
         self._replaced: list[Any] = [
             p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, self.ready.__contains__),
-            Restarts(scheduler),
+            self._restarts,
             OutputOwners(scheduler),
             FewerTasks(scheduler),
         ]
@@ -364,12 +364,9 @@ class GpurtScheduler(SchedulerPlugin):
         return set(self.scheduler.workers) - self.ready - set(self.not_ready)
 
     async def _wait_for_reports(self) -> None:
-        def known() -> bool:
-            return not self.is_active or not self._unreported()
-
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S):
-                while not known():
+                while self.is_active and self._unreported():
                     await self._reported.wait()
         except TimeoutError:
             for worker in sorted(self._unreported()):
@@ -390,11 +387,12 @@ class GpurtScheduler(SchedulerPlugin):
         if why is None:
             self.runs["gpurt"] += 1
             order = p2p.read_order(self.scheduler, stock.id)
+            keeps = self._restarts.was_read_again(stock.id)
             if isinstance(stock, p2p.ArrayRechunkSpec):
-                return ArraySpec.replacing(stock, self.settings.shuffle, order)
+                return ArraySpec.replacing(stock, self.settings.shuffle, order, keeps)
             assert isinstance(stock, p2p.DataFrameShuffleSpec)
             kind, rows = frame_kind(stock.meta), self._sketches.get(stock.id)
-            return FrameSpec.replacing(stock, kind, self.settings.shuffle, rows, order)
+            return FrameSpec.replacing(stock, kind, self.settings.shuffle, rows, order, keeps)
         if self.settings.strict:
             raise StrictFallbackError(
                 f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."

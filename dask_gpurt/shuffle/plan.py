@@ -27,6 +27,8 @@ from dask_gpurt.transport.wire import Runs
 #: Target size of a shard. Smaller shards are freed sooner, because a shard lives until its last
 #: partition was read. Larger ones cost less bookkeeping.
 SHARD_TARGET_NBYTES = 1 << 20
+#: More tasks than will ever read a slot.
+_ANY_NUMBER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,13 @@ class ExchangePlan:
     read_order
         Partitions in the order in which tasks will read them, each once for every task that reads
         it. Unlisted ones come last.
+    keeps_read
+        Whether later tasks may read partitions, too, that all of these have read.
     """
 
     worker_for: Mapping[Any, str]
     read_order: Sequence[Any] = ()
+    keeps_read: bool = False
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -72,7 +77,9 @@ class ExchangePlan:
 
     @cached_property
     def readers_of_slot(self) -> dict[int, int]:
-        """Number of tasks that read a slot, for slots with more than one reader."""
+        """Number of tasks that may read a slot, for slots with more than one reader."""
+        if self.keeps_read:
+            return dict.fromkeys(range(self.n_slots), _ANY_NUMBER)
         readers = Counter(self.read_order)
         return {self.slot_of[p]: n for p, n in readers.items() if n > 1 and p in self.slot_of}
 

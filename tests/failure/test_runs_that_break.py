@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import os
 import signal
 import threading
+from collections import Counter
 
 import dask
 import dask.array as da
@@ -186,20 +186,25 @@ def test_two_computations_share_one_rechunk_run(client):
     assert runs(client) == {"gpurt": 1, "stock": 0}
 
 
-_calls = itertools.count()
+#: Calls of each computation that has a turn.
+_calls: Counter[int] = Counter()
+_counting = threading.Lock()
 
 
-def held_at_call(nth, data, path):
-    """Return the task's data; the n-th task that begins in this process waits at a gate."""
-    if next(_calls) == nth:
+def held_at_call(nth, data, path, turn=0):
+    """Return the task's data; the n-th task of a turn in this process waits at a gate."""
+    with _counting:
+        _calls[turn] += 1
+        is_held = _calls[turn] == nth
+    if is_held:
         gates.pass_gate(path)
     return data
 
 
 @pytest.fixture
-def beside(monkeypatch):
+def beside():
     """A client of workers with a second thread, for other tasks while one waits."""
-    monkeypatch.setitem(globals(), "_calls", itertools.count(1))
+    _calls.clear()
     with stock_client(2, n_threads=2) as client:
         yield client
 
@@ -234,6 +239,31 @@ def test_second_computation_repeats_a_half_read_rechunk(beside):
 
     one, source = half_read(beside, held)
     np.testing.assert_array_equal(np.concatenate(beside.gather(one), axis=1), source)
+
+
+def test_a_run_after_a_late_computation_keeps_what_was_read(beside):
+    """A third computation reads the same shuffle late, and finds all of it."""
+
+    def held(block, path, turn):
+        return held_at_call(8, block, path, turn)
+
+    dask_gpurt.enable(beside)
+    with gates.Gate() as first, gates.Gate() as second, beside.as_current():
+        columns, source = rechunked()
+        one = columns.map_blocks(held, first.path, 0, meta=source[:0]).persist()
+        first.wait_for()
+        wait_for_some(futures_of(one), 7)
+        other = columns.map_blocks(held, second.path, 1, meta=source[:0]).persist()
+        scheduler_is_at_run(beside, 2)
+        first.open()
+        second.wait_for()
+        wait_for_some(futures_of(other), 7)
+        third = beside.compute(columns + 3)
+        np.testing.assert_array_equal(third.result(gates.DEADLINE_S), source + 3)
+        second.open()
+        np.testing.assert_array_equal(other.compute(), source)
+        np.testing.assert_array_equal(one.compute(), source)
+    assert runs(beside) == {"gpurt": 2, "stock": 0}
 
 
 def test_failed_task_does_not_block_a_rechunk_restart(beside):

@@ -179,6 +179,20 @@ def test_shuffle_that_consumed_the_first_run_restarts(
     assert_both_have_rows_of_the_second_run(cluster, client, shuffled, gate, first, 2)
 
 
+def test_results_of_one_collection_come_from_one_run(
+    cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
+) -> None:
+    """Partitions that were made already are made again with the others of their collection."""
+    parts = client.compute(seen(shuffled, "first"))
+    gate.wait_for()
+    wait_for_all_but_the_held(cluster, "first")
+    second = client.compute(dask.delayed(times_of)(seen(shuffled, "second")))
+    wait_for_runs(client, 2)
+    gate.open()
+    assert second.result(DEADLINE_S) == (ALL_ROWS, [2])
+    assert times_of(client.gather(parts)) == (ALL_ROWS, [2])
+
+
 def test_finished_results_of_the_first_run_stay(
     cluster: LocalCluster, client: Client, shuffled: list[Any], gate: Gate
 ) -> None:

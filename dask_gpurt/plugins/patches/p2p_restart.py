@@ -10,9 +10,10 @@ run again in a new run. This patch differs in five ways:
   tasks read both sides again, and would otherwise ask the other side for released outputs.
 - A barrier that asks to run again keeps its run, or gets a new one if there is none.
 - When a released output is wanted again, tasks that have yet to run get all their inputs from the
-  new run. Inputs may differ between runs (random numbers, a clock), and a mix of two runs would be
-  a result of neither. Stock Dask keeps outputs until the end of a run and need not restart here.
-  Where stock restarts too, because a worker left, existing results are kept as stock does.
+  new run, and so do the other tasks of their collections. Inputs may differ between runs (random
+  numbers, a clock), and a mix of two runs would be a result of neither. Stock Dask keeps outputs
+  until the end of a run and need not restart here. Where stock restarts too, because a worker left,
+  existing results are kept as stock does.
 - When a worker leaves, all its shuffles restart. Stock loops over a set of them that a restart may
   change, and then leaves the others as they are: their outputs ask for a run that is not there.
 
@@ -59,6 +60,8 @@ class Restarts:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
+        #: Shuffles of which a released output was wanted again.
+        self._read_again: set[ShuffleId] = set()
         self._stock_reschedule = stock = scheduler.stream_handlers["reschedule"]
 
         def reschedule(key: Any, worker: str, *, stimulus_id: str, **kwargs: Any) -> None:
@@ -82,6 +85,8 @@ class Restarts:
         barriers = self._joined_with(barrier)
         # If a worker left, distributed has ended the run before it calls this.
         is_wanted_again = id in self._plugin.active_shuffles
+        if is_wanted_again:
+            self._read_again = {one for one in self._read_again if self._has(one)} | {id}
         rerun: set[Any] = set()
         while is_wanted_again:
             rerun = tasks_to_rerun(barriers)
@@ -96,6 +101,16 @@ class Restarts:
                 tasks = [*barrier.dependents, barrier, *barrier.dependencies]
                 released.update((one.key, "released") for one in tasks if one.state != "erred")
         return released
+
+    def was_read_again(self, id: ShuffleId) -> bool:
+        """Return whether a released output of a shuffle was wanted again.
+
+        Another query over it may come, as that one did. So its new run keeps what was read.
+        """
+        return id in self._read_again
+
+    def _has(self, id: ShuffleId) -> bool:
+        return barrier_key(id) in self._scheduler.tasks
 
     def _is_active(self, task: Any) -> bool:
         """Return whether a task is the barrier of a shuffle that has a run."""
@@ -137,8 +152,9 @@ class Restarts:
 def tasks_to_rerun(barriers: Collection[Any]) -> set[Any]:
     """Return the tasks to compute from the outputs of these shuffles after a restart.
 
-    These are the tasks that have yet to run, and existing results of outputs that they depend on.
-    Existing results that no such task needs stay: they are complete, from the run that is over.
+    These are the tasks that have yet to run, all other tasks of their collections, and existing
+    results of outputs that these depend on. Other results stay: they are complete, from the run
+    that is over.
     """
     outputs = {task for barrier in barriers for task in barrier.dependents}
     beyond: set[Any] = set()
@@ -149,6 +165,8 @@ def tasks_to_rerun(barriers: Collection[Any]) -> set[Any]:
         if task not in beyond and task not in outputs:
             beyond.add(task)
             left += task.dependents
+    names = {_collection(task) for task in beyond if task.state in TO_RUN} - {None}
+    to_run += [task for task in beyond if task.state == "memory" and _collection(task) in names]
     rerun: set[Any] = set()
     while to_run:
         task = to_run.pop()
@@ -157,6 +175,11 @@ def tasks_to_rerun(barriers: Collection[Any]) -> set[Any]:
             to_run += task.dependencies
             to_run += [one for one in task.dependents if one.state in TO_RUN]
     return rerun
+
+
+def _collection(task: Any) -> Any:
+    """Return the name of the collection that a task belongs to, None for a single task."""
+    return task.key[0] if isinstance(task.key, tuple) else None
 
 
 def _is_awaited_from(task: Any, worker: str) -> bool:

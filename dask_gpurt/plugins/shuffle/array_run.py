@@ -58,10 +58,15 @@ class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
 
     settings: ShuffleSettings
     read_order: tuple[Index, ...]
+    keeps_read: bool = False
 
     @classmethod
     def replacing(
-        cls, stock: ArrayRechunkSpec, settings: ShuffleSettings, read_order: Sequence[Index] = ()
+        cls,
+        stock: ArrayRechunkSpec,
+        settings: ShuffleSettings,
+        read_order: Sequence[Index] = (),
+        keeps_read: bool = False,
     ) -> ArraySpec:
         return cls(
             id=stock.id,
@@ -70,6 +75,7 @@ class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
             old=stock.old,
             settings=settings,
             read_order=tuple(read_order),
+            keeps_read=keeps_read,
         )
 
     def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
@@ -112,7 +118,7 @@ class ArrayRun(ExchangeRun):
             sizeof=safe_sizeof,
             pickling=Pickling(dumps, loads),
         )
-        plan = ExchangePlan(worker_for, spec.read_order)
+        plan = ExchangePlan(worker_for, spec.read_order, spec.keeps_read)
         super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)
 
     def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:

@@ -46,14 +46,14 @@ class Task(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-def task(key: str, state: str = "memory", needs: tuple[Task, ...] = ()) -> Task:
+def task(key: Any, state: str = "memory", needs: tuple[Task, ...] = ()) -> Task:
     made = Task(key=key, state=state, dependencies=set(needs), dependents=set())
     for one in needs:
         one.dependents.add(made)
     return made
 
 
-def released(tasks: list[Task], active: set[str], id: str) -> set[str]:
+def released(tasks: list[Task], active: set[str], id: str) -> set[Any]:
     plugin = SimpleNamespace(
         active_shuffles=dict.fromkeys(active), _archived_by_stimulus=defaultdict(set)
     )
@@ -117,6 +117,18 @@ def test_restarted_tasks_read_all_inputs_from_the_new_run() -> None:
     expected = {one.key for one in [*tasks, *outputs]}
     assert released(every, {"a"}, "a") == {*expected, "read-0", "between"}
     # After a worker has left, Dask's own restart runs.
+    assert released(every, set(), "a") == expected
+
+
+def test_all_tasks_of_a_collection_come_from_one_run() -> None:
+    tasks = shuffle("a")
+    outputs = [task(f"out-{n}", needs=(tasks[-1],)) for n in range(4)]
+    done = [task(("part", n), needs=(outputs[n],)) for n in range(2)]
+    to_run = task(("part", 2), "waiting", (outputs[2],))
+    whole = task("other", needs=(outputs[3],))
+    every = [*tasks, *outputs, *done, to_run, whole]
+    expected = {one.key for one in [*tasks, *outputs]}
+    assert released(every, {"a"}, "a") == {*expected, ("part", 0), ("part", 1)}
     assert released(every, set(), "a") == expected
 
 
