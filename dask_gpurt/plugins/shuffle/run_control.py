@@ -5,6 +5,7 @@ distributed's control plane answers them. `exchange_run` says when they are need
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,8 @@ class RunControl:
         self._worker = worker
         self._shuffle_id = shuffle_id
         self._run_id = run_id
+        #: Whether this run is over, once a task has asked for a new one.
+        self._is_over: asyncio.Future[bool] | None = None
 
     async def is_stale(self) -> bool:
         """Return whether the scheduler has given up this run."""
@@ -60,14 +63,22 @@ class RunControl:
         A released output is wanted again if the worker that held a result of it died, or if a later
         graph reads the same shuffle.
         """
-        logger.warning("shuffle %s starts over: %s", self._shuffle_id, error)
+        # Tasks of all threads find out at once. The scheduler logs an error for each further ask.
+        if self._is_over is None:
+            logger.warning("shuffle %s starts over: %s", self._shuffle_id, error)
+            self._is_over = asyncio.ensure_future(self._end())
+        if not await asyncio.shield(self._is_over):
+            # The scheduler kept this run, so another attempt would fail too.
+            raise error
+        raise Reschedule()
+
+    async def _end(self) -> bool:
+        """Ask the scheduler to give up this run, and return whether it has."""
+        if await self.is_stale():
+            return True
         try:
             await self.end_inputs(consistent=False)
         except (KeyError, ValueError):
-            # The scheduler has already given up this run, or started a newer one.
-            logger.info("shuffle %s [%s] is over", self._shuffle_id, self._run_id)
-        else:
-            if not await self.is_stale():
-                # The scheduler kept this run, so another attempt would fail too.
-                raise error
-        raise Reschedule()
+            # Another worker has asked meanwhile.
+            return True
+        return await self.is_stale()
