@@ -31,16 +31,15 @@ def is_arrow(value: Any) -> bool:
 
 
 def arrow_node(value: Any, into: Into) -> Node:
-    if isinstance(value, (pa.Table, pa.RecordBatch)) and not value.num_columns:
-        # Only the value knows its number of rows then, and pickle loses it.
-        kind = "table" if isinstance(value, pa.Table) else "batch"
-        return [f"arrow {kind}", value.schema.serialize().to_pybytes(), value.num_rows]
+    # Without columns, a table or batch has its number of rows instead: pickle loses it.
     if isinstance(value, pa.Table):
         columns = [_chunks(column, into) for column in value.columns]
-        return ["arrow table", value.schema.serialize().to_pybytes(), columns]
+        described = value.schema.serialize().to_pybytes()
+        return ["arrow table", described, columns or value.num_rows]
     if isinstance(value, pa.RecordBatch):
         columns = [_array_node(column, into) for column in value.columns]
-        return ["arrow batch", value.schema.serialize().to_pybytes(), columns]
+        described = value.schema.serialize().to_pybytes()
+        return ["arrow batch", described, columns or value.num_rows]
     if isinstance(value, pa.ChunkedArray):
         return ["arrow chunks", _type_node(value.type), _chunks(value, into)]
     return ["arrow array", _type_node(value.type), _array_node(value, into)]

@@ -87,7 +87,7 @@ class ReplicateSwap:
             delete: bool = True,
             stimulus_id: str | None = None,
         ) -> dict[str, Any] | None:
-            targets = _targets(scheduler, workers)
+            targets = _running(scheduler, scheduler.workers_list(workers))
             tasks = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
             keep(tasks)
             if n is None or n >= len(targets):
@@ -108,7 +108,7 @@ class ReplicateSwap:
                 # Unlike `replicate`, this also takes names of workers, and addresses in part.
                 if workers is not None:
                     workers = [scheduler.coerce_address(one) for one in workers]
-                targets = _running(scheduler, workers)
+                targets = _running(scheduler, scheduler.workers if workers is None else workers)
                 for key, value in data.items():
                     if isinstance(value, Serialized) and (
                         made := await scatter(key, value, targets)
@@ -147,21 +147,14 @@ class ReplicateSwap:
                 self._scheduler.handlers[name] = self._stock_handlers[name]
 
 
-def _targets(scheduler: Scheduler, workers: Iterable[Any] | None) -> set[WorkerState]:
-    """Return the running workers among those that a client names; None names all."""
-    return _running(scheduler, None if workers is None else scheduler.workers_list(workers))
-
-
-def _running(scheduler: Scheduler, addresses: Iterable[str] | None) -> set[WorkerState]:
-    """Return the running workers at these addresses; None stands for all.
+def _running(scheduler: Scheduler, addresses: Iterable[str]) -> set[WorkerState]:
+    """Return the running workers at these addresses.
 
     Raises
     ------
     KeyError
         An address is none of a worker, as from stock Dask.
     """
-    if addresses is None:
-        return set(scheduler.running)
     return {scheduler.workers[address] for address in addresses} & scheduler.running
 
 
