@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import platform
-import resource
 import stat
 import sys
 from collections.abc import Sequence
@@ -25,6 +23,8 @@ _F_GET_SEALS = 1034
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "riscv64": 279}
 #: Fields of `/proc/self/status` with resident bytes.
 _RESIDENT = {"all": "VmRSS", "anonymous": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
+#: Most bytes of one call. macOS refuses 2 GiB, where Linux reads or writes a part.
+_MOST_NBYTES = 1 << 30
 #: Error codes: the kernel lacks a call, or a sandbox forbids it.
 _ABSENT = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 
@@ -41,7 +41,8 @@ def _call(number: int | None, *arguments: int | bytes) -> int:
         syscall = ctypes.CDLL(None, use_errno=True).syscall
     except (OSError, AttributeError):
         number = None
-    if number is None or platform.machine() not in _MEMFD_CREATE:
+    # The numbers mean other calls on other systems.
+    if sys.platform != "linux" or number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     syscall.restype = ctypes.c_long
     wide = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
@@ -68,6 +69,8 @@ def memory_file(name: str) -> int:
 
 def is_memory_file(fd: int) -> bool:
     """Return whether a descriptor refers to a file in memory."""
+    import fcntl  # Windows lacks it, and clients there import this module
+
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return False
     try:
@@ -113,11 +116,14 @@ def process_start(pid: int) -> str:
 def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> int:
     """Read from a position of a file into buffers and return the number of bytes read.
 
+    This may be less than all, as with the system call.
+
     Parameters
     ----------
     system
         The module `os`, or a substitute.
     """
+    buffers = _first(buffers, _MOST_NBYTES)
     if hasattr(system, "preadv"):
         return int(system.preadv(fd, buffers, position))
     count = 0
@@ -128,6 +134,16 @@ def preadv(fd: int, buffers: Sequence[Any], position: int, system: Any = os) -> 
         if len(data) < len(buffer):
             break
     return count
+
+
+def _first(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
+    """Return the first bytes of these buffers."""
+    left = nbytes
+    for number, buffer in enumerate(buffers):
+        if len(buffer) > left:
+            return [*buffers[:number], memoryview(buffer)[:left]]
+        left -= len(buffer)
+    return buffers
 
 
 def write_all(fd: int, data: Any, position: int, system: Any = os) -> None:
@@ -145,7 +161,7 @@ def write_all(fd: int, data: Any, position: int, system: Any = os) -> None:
     """
     view = memoryview(data)
     while len(view):
-        written = system.pwrite(fd, view, position)
+        written = system.pwrite(fd, view[:_MOST_NBYTES], position)
         if not written:
             raise OSError(errno.EIO, "the system wrote no bytes and gave no reason")
         position += written
@@ -164,6 +180,8 @@ def resident_nbytes() -> dict[str, int]:
         for name, field in _RESIDENT.items():
             found[name] = 1024 * int(lines.get(field, "0").split()[0])
     except (OSError, ValueError):
+        import resource  # as `fcntl` above
+
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found["all"] = most if sys.platform == "darwin" else 1024 * most
     return found

@@ -48,6 +48,13 @@ def test_system_without_memory_files_is_recognised(monkeypatch):
         SharedPages()
 
 
+def test_numbers_of_linux_are_not_called_on_other_systems(monkeypatch):
+    lacking(monkeypatch, "memfd_create")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="Function not implemented"):
+        system_calls.memory_file("gpurt")
+
+
 def test_ordinary_files_are_not_memory_files(tmp_path):
     reader, writer = os.pipe()
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
@@ -142,6 +149,29 @@ def test_a_buffer_is_written_in_as_many_calls_as_needed(tmp_path):
     with path.open("w+b") as file:
         system_calls.write_all(file.fileno(), b"0123456789", 2, Short)
     assert path.read_bytes() == b"\0\0" + b"0123456789"
+
+
+def test_no_call_is_larger_than_every_system_allows(monkeypatch, tmp_path):
+    """macOS refuses calls for 2 GiB."""
+
+    class Strict:
+        @staticmethod
+        def pwrite(fd, data, position):
+            assert len(data) <= 5
+            return os.pwrite(fd, data, position)
+
+        @staticmethod
+        def preadv(fd, buffers, position):
+            assert sum(map(len, buffers)) <= 5
+            return os.preadv(fd, buffers, position)
+
+    monkeypatch.setattr(system_calls, "_MOST_NBYTES", 5)
+    first, second = bytearray(3), bytearray(9)
+    with (tmp_path / "file").open("w+b") as file:
+        system_calls.write_all(file.fileno(), b"0123456789", 0, Strict)
+        buffers = [memoryview(first), memoryview(second)]
+        assert system_calls.preadv(file.fileno(), buffers, 0, Strict) == 5
+    assert (first, second) == (b"012", b"34" + bytes(7))
 
 
 def test_a_file_that_may_not_grow_is_an_error(tmp_path):

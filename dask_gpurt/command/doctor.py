@@ -250,7 +250,9 @@ _LINK_REMEDIES = {
         "install the ucx extra (pip install '.[ucx]') on every worker, if the network is fast"
     ),
     "another container": "on one host, start several workers in one container, with --nworkers",
-    "no files in memory here": "allow memfd_create in the seccomp profile, as RuntimeDefault does",
+    "no files in memory here": (
+        "on Linux, allow memfd_create in the seccomp profile, as RuntimeDefault does"
+    ),
     "its memory is not visible here": "on one host, run workers as one user, in one container",
 }
 

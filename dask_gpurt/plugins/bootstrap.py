@@ -66,6 +66,13 @@ def untested(version: str, tested: tuple[str, str]) -> str | None:
     )
 
 
+def system_problem(system: str = sys.platform) -> str | None:
+    """Return why a worker cannot have the runtime on this system, or None if it can."""
+    if system != "win32":
+        return None
+    return f"{PACKAGE} moves data on Linux and macOS, not on Windows; run workers in WSL or Docker"
+
+
 def difference(found: Mapping[str, Any], wanted: Mapping[str, str | None]) -> str | None:
     """Return how another process's versions differ and the remedy, or None if they match.
 
@@ -152,6 +159,8 @@ class GpurtWorker(WorkerPlugin):
 
     def _attach(self, worker: Any) -> str | None:
         """Attach the runtime, or return the problem and its remedy."""
+        if (problem := system_problem()) is not None:
+            return problem
         found, version = installed(), self._wanted[PACKAGE]
         reason = untested(str(found["distributed"]), self._tested)
         differs = difference(found, self._wanted)

@@ -9,14 +9,13 @@ unnamed in-memory file that another process can open and read, so shards move be
 one host. A process that dies leaves nothing to clean up: the memory is freed with the last file
 descriptor.
 
-This module works on Linux only, through the C library. It does not know how pages are used; see
-`devices.host_memory.pool`.
+This module needs system calls of Linux; `work_here` tells whether this system has them. It does
+not know how pages are used; see `devices.host_memory.pool`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from functools import lru_cache
 from typing import Any
@@ -25,9 +24,11 @@ from dask_gpurt.system_calls import memory_file
 
 PAGE_NBYTES = 2 << 20
 
+# Constants of Linux. Python's `mmap` lacks some of them, and others on other systems.
 _PROT_NONE = 0
-_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PROT_READ_WRITE = 1 | 2
+_MAP_SHARED = 1
+_PRIVATE = 2 | 0x20  # and anonymous
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE_FIXED = 1 | 2
@@ -172,7 +173,7 @@ class SharedPages(PrivatePages):
                 os.ftruncate(self.fd, self._end + PAGE_NBYTES)
                 self._free.append(self._end)
                 self._end += PAGE_NBYTES
-            flags = mmap.MAP_SHARED | _MAP_FIXED
+            flags = _MAP_SHARED | _MAP_FIXED
             position = self._free[-1]
             _checked(
                 library.mmap(address, PAGE_NBYTES, _PROT_READ_WRITE, flags, self.fd, position),
@@ -227,6 +228,22 @@ class SharedPages(PrivatePages):
 
     def __del__(self) -> None:
         self.close()
+
+
+@lru_cache(1)
+def work_here() -> bool:
+    """Return whether this system can map and move pages: macOS and some sandboxes cannot."""
+    pages, spare = PrivatePages(), list[int]()
+    try:
+        spare.append(pages.build(1, []))
+        # Moves the one page, and maps another one behind it.
+        pages.give_back(pages.build(2, spare), 2)
+    except (AttributeError, OSError):
+        return False
+    finally:
+        for address in spare:
+            pages.give_back(address)
+    return True
 
 
 def system_policy() -> str:

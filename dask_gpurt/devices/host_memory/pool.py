@@ -10,13 +10,14 @@ outputs are read, and hold the outputs next. So the memory of the shards becomes
 result.
 
 The pool covers host memory only. It does not limit the memory in use; `shuffle.shards` has a
-budget.
+budget. Where the system cannot move pages, all buffers come from NumPy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages
+from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages, work_here
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -92,6 +93,7 @@ class HostPool:
         self, keep_nbytes: int, lane_pages: int = 4, source: PrivatePages | None = None
     ) -> None:
         self._pages = source or PrivatePages()
+        self._smallest_nbytes = _SMALLEST_NBYTES if work_here() else sys.maxsize
         self._lane_pages = lane_pages
         #: Most bytes in the pages that one lane fills.
         self.lane_nbytes = lane_pages * PAGE_NBYTES
@@ -121,7 +123,7 @@ class HostPool:
         MemoryError
             The system has no more memory.
         """
-        if nbytes < _SMALLEST_NBYTES:
+        if nbytes < self._smallest_nbytes:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
@@ -140,7 +142,8 @@ class HostPool:
         If most of the last page would be wasted, the bytes come from NumPy.
         """
         n_pages = -(-nbytes // PAGE_NBYTES)
-        if n_pages * PAGE_NBYTES - nbytes > nbytes // 8:
+        wasted_nbytes = n_pages * PAGE_NBYTES - nbytes
+        if nbytes < self._smallest_nbytes or wasted_nbytes > nbytes // 8:
             return np.empty(nbytes, dtype=np.uint8)
         with self._lock:
             self._collect()
@@ -283,7 +286,8 @@ def _reset_after_fork() -> None:
         pool.reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Tenant:

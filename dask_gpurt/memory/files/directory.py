@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -240,6 +239,8 @@ def _create_lock(system: Any, path: str, locks: bool) -> int | None:
 
 def _try_lock(fd: int) -> bool | None:
     """Take a lock; return False if another process has it, None if there are no locks here."""
+    import fcntl  # Windows lacks it, and clients there import this module
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,7 +8,6 @@ Messages over UCX and shared memory use these connections for their headers.
 from __future__ import annotations
 
 import contextlib
-import resource
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,8 @@ _pools: weakref.WeakSet[PeerConnections] = weakref.WeakSet()
 
 def open_files() -> tuple[int, int]:
     """Return the files that this process may have open, and those that it may ask for."""
+    import resource  # Windows lacks it, and clients there import this module
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (_MOST_FILES if one == resource.RLIM_INFINITY else one for one in (soft, hard))
     return soft, max(soft, min(hard, _MOST_FILES))
@@ -42,6 +43,8 @@ def open_files() -> tuple[int, int]:
 
 def allow_open_files() -> int:
     """Raise the limit on this process's open files as far as it may; return the limit."""
+    import resource
+
     soft, most = open_files()
     if soft < most:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

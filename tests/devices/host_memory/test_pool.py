@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages, SharedPages
+from dask_gpurt.devices.host_memory import pages
+from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES, PrivatePages, SharedPages, work_here
 from dask_gpurt.devices.host_memory.pool import HostPool, Tenant
 from tests.devices.host_memory.pool_pages import HALF, MANY, Walk, address_of, pages_of
 
@@ -50,6 +51,28 @@ def test_a_lane_keeps_its_run_if_the_system_has_no_pages(pool, monkeypatch):
     assert pages_of(pool) == (1, 1)
     del second
     assert pages_of(pool) == (0, 2)
+
+
+@pytest.mark.parametrize("nbytes", [HALF, PAGE_NBYTES, 5_000_000])
+def test_a_system_without_pages_has_buffers(monkeypatch, nbytes):
+    """A system that cannot move pages, such as macOS, gives plain memory."""
+
+    def lack():
+        raise AttributeError("mremap")
+
+    work_here.cache_clear()
+    monkeypatch.setattr(pages, "_library", lack)
+    try:
+        pool = HostPool(MANY)
+    finally:
+        work_here.cache_clear()
+    for buffer in (pool.empty(nbytes, "a"), pool.empty_alone(nbytes)):
+        buffer[:] = 1
+        assert buffer.nbytes == nbytes
+    pool.close_lane("a")
+    pool.trim()
+    assert (pool.used_nbytes, pool.idle_nbytes) == (0, 0)
+    assert not pool.wastes_more_than(0)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, (16 << 10) - 1])

@@ -234,7 +234,7 @@ def test_without_locks_only_known_dead_owners_are_swept(parent, monkeypatch, cod
     def flock(fd, how):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     mine = ValueDirectory(parent)
     path, _ = mine.ready()
     record = owner.unpacked(pathlib.Path(path + ".lock").read_bytes())
@@ -256,7 +256,7 @@ def test_no_locks_are_taken_when_disabled_in_dask(parent, monkeypatch):
     def flock(fd, how):
         pytest.fail("a lock was asked for")
 
-    monkeypatch.setattr(directory.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     mine = ValueDirectory(parent, locks=False)
     path, _ = mine.ready()
     left_by(parent, "dead")
@@ -323,7 +323,7 @@ def test_holder_of_the_lock_counts_as_alive(parent, changes, monkeypatch):
 
 
 def test_directory_is_kept_although_its_lock_can_be_taken(parent, monkeypatch):
-    monkeypatch.setattr(directory.fcntl, "flock", lambda fd, how: None)
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
     mine = DiskTier(parent)
     value = flat_of((100_000,))
     place = mine.put(value)
