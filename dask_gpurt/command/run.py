@@ -90,8 +90,9 @@ class _Session:
             self._notes.append(f"no cluster is started: Dask is configured to use {configured!r}")
         else:
             lazy_client.install(self._lazy)
-        for one in (self._lazy, self._recorder):
-            os.register_at_fork(after_in_child=one.forget)
+        if hasattr(os, "register_at_fork"):  # Windows has no fork
+            for one in (self._lazy, self._recorder):
+                os.register_at_fork(after_in_child=one.forget)
 
     def end(self, status: int | str | None, start_s: float) -> None:
         """Close the clusters and print the report.

@@ -110,6 +110,18 @@ def output_of(source, system, directory):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [("darwin", "no page can be moved in this system"), ("win32", "not on Windows")],
+)
+def test_the_doctor_says_what_a_system_lacks(tmp_path, system, said):
+    program = "from dask_gpurt.command.doctor import examine\nassert not examine(None, None, False)"
+    ended = run_program(program, directory=tmp_path, PYTHONPATH=SITE, OTHER_SYSTEM=system)
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    assert "no problems" in ended.stdout
+
+
 def test_workers_on_macos_shuffle_and_spill(tmp_path):
     found = output_of(ON_WORKERS, "darwin", tmp_path)
     assert found == {

@@ -60,8 +60,7 @@ def local_findings() -> list[Finding]:
         settings(),
         *preloads(),
         *unknown_keys(),
-        huge_pages(),
-        open_files(),
+        *system(),
         *array_expressions(),
         gpu(),
     ]
@@ -179,10 +178,22 @@ def unknown_keys() -> list[Finding]:
     return found
 
 
+def system() -> list[Finding]:
+    """Check what workers would find in this system."""
+    from dask_gpurt.plugins import bootstrap
+
+    if (problem := bootstrap.system_problem()) is not None:
+        return [Finding("note", "system", problem)]
+    return [huge_pages(), open_files()]
+
+
 def huge_pages() -> Finding:
     """Check what the kernel does for buffers that ask for huge pages."""
     from dask_gpurt.devices.host_memory import pages
 
+    if not pages.work_here():
+        text = "no page can be moved in this system: shuffles work, but take longer"
+        return Finding("note", "memory", text)
     policy = pages.system_policy()
     if policy in ("always", "madvise"):
         return Finding("ok", "huge pages", f"{policy}: shuffle buffers use them")

@@ -8,7 +8,7 @@ group, the size of shared memory in the mount of `/dev/shm`.
 
 from __future__ import annotations
 
-import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +91,7 @@ def pod_facts(
     """
     shm_nbytes: int | None
     try:
-        room = os.statvfs(shm)
-        shm_nbytes = room.f_frsize * room.f_blocks
+        shm_nbytes = shutil.disk_usage(shm).total
     except OSError:
         shm_nbytes = None
     memory_nbytes = _limit_nbytes(control_group)

@@ -117,9 +117,10 @@ def job_facts() -> JobFacts:
         directory = config.read().memory.directory
     directory = directory or dask.config.get("temporary-directory", None) or os.getcwd()
     mounts: dict[str, str] = {}
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-        _, point, kind, *_ = line.split(" ")
-        mounts[point.encode().decode("unicode_escape")] = kind
+    with contextlib.suppress(FileNotFoundError):  # only Linux has this file
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, point, kind, *_ = line.split(" ")
+            mounts[point.encode().decode("unicode_escape")] = kind
     path = os.path.abspath(os.path.expanduser(directory))
     return JobFacts(int(CPU_COUNT), int(MEMORY_LIMIT), path, mounts)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import os
+import pathlib
 import platform
 import sys
 import types
@@ -49,7 +50,8 @@ FUNCTIONS_OF_LINUX = {
 
 
 def is_linux_only(path: Any) -> bool:
-    return isinstance(path, str) and path.startswith(("/proc/", "/sys/", "/dev/shm"))
+    is_path = isinstance(path, (str, pathlib.Path))
+    return is_path and str(path).startswith(("/proc/", "/sys/", "/dev/shm"))
 
 
 def without_proc(function: Any, is_affected: Any = lambda: True) -> Any:
@@ -118,6 +120,7 @@ def install() -> None:
     builtins.__import__ = import_here
     is_affected = lambda: is_ours(sys._getframe(2).f_globals.get("__name__"))  # noqa: E731
     builtins.open = without_proc(builtins.open, is_affected)
+    pathlib.Path.open = without_proc(pathlib.Path.open)  # type: ignore[method-assign]
 
 
 if SYSTEM is not None:
