@@ -197,6 +197,16 @@ async def test_workers_are_asked_only_while_someone_looks(c, s, a, b):
     await until_asked(asked, 8)
 
 
+@gen_cluster(client=True, nthreads=[("", 1)], scheduler_kwargs=WITH_DASHBOARD)
+async def test_a_page_may_be_filled_in_a_thread(c, s, a):
+    """Bokeh 3.10 does so."""
+    await dask_gpurt.enable(c)
+    page = await asyncio.to_thread(open_page, s)
+    await read_json(s)
+    update(page)
+    assert "moved in the last" in page.get_model_by_name("headline").text
+
+
 async def until_asked(asked, n):
     await async_poll_for(lambda: len(asked) == n, timeout=60)
 

@@ -63,17 +63,25 @@ class Gatherer:
         self._at_s = 0.0
         self._has_failed = False
         self._gathering: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self.is_closed = False
 
     def look(self) -> dict[str, Any] | None:
-        """Return the latest data, None if there is none yet, and renew it if it is old."""
+        """Return the latest data, None if there is none yet, and have it renewed if it is old.
+
+        Any thread may call this: Bokeh 3.10 fills new documents off the event loop.
+        """
+        if self._is_old:
+            self._loop.call_soon_threadsafe(self._renew)
+        return self._latest
+
+    def _renew(self) -> None:
         if self._may_ask and self._is_old and self._is_idle:
             self._gathering = asyncio.create_task(self._gather(), name="gpurt-dashboard")
-        return self._latest
 
     async def fresh(self) -> dict[str, Any]:
         """Return data that is not old."""
-        self.look()
+        self._renew()
         if self._gathering is not None:
             await asyncio.wait({self._gathering})
         return self._latest or {}

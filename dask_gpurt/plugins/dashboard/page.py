@@ -62,6 +62,10 @@ class DashboardPage:
 
     def uninstall(self) -> None:
         self._gatherer.close()
-        if self._page is not None:
-            self._page.uninstall()
-            self._page = None
+        page, self._page = self._page, None
+        try:
+            if page is not None:
+                page.uninstall()
+        except Exception:
+            # Nor is it worth a runtime that does not end.
+            logger.warning("the dashboard's page did not end", exc_info=True)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import captured_logger, gen_cluster
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
@@ -54,6 +54,22 @@ async def test_the_page_is_there_while_the_runtime_is_on(c, s, a):
     await dask_gpurt.enable(c)
     assert (await get(s, "/gpurt"))[0] == 200
     assert entries(s).count("Data Movement") == 1
+
+
+@gen_cluster(client=True, nthreads=[("", 1)], scheduler_kwargs=WITH_DASHBOARD)
+async def test_an_error_of_bokeh_does_not_stop_disable(c, s, a):
+    await dask_gpurt.enable(c)
+    with pytest.MonkeyPatch.context() as patched, captured_logger("dask_gpurt") as log:
+
+        def stop(self, wait=True):
+            raise RuntimeError("cannot wait on a running event loop")
+
+        patched.setattr(BokehTornado, "stop", stop)
+        await dask_gpurt.disable(c)
+    assert "cannot wait on a running event loop" in log.getvalue()
+    assert not (await dask_gpurt.status(c))["active"]
+    assert "gpurt_glance" not in a.handlers
+    assert (await get(s, "/gpurt"))[0] == 404
 
 
 @gen_cluster(client=True, nthreads=[], scheduler_kwargs={**WITH_DASHBOARD, "http_prefix": "/a/b"})

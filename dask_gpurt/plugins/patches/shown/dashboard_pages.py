@@ -93,8 +93,9 @@ class AddedPage:
         """Remove the page and its entry. A browser that shows it receives nothing more."""
         if self._application in self._server.applications:
             self._server.applications.remove(self._application)
-            self._application.stop()
             self._menu.remove(self._entry)
+            # Bokeh 3.10 refuses to wait on the event loop.
+            self._application.stop(wait=False)
 
 
 def dress(document: Any, variables: dict[str, Any], title: str) -> None:
