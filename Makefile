@@ -39,6 +39,16 @@ OTHER_PYTHON := $(shell \
     done)
 endif
 
+# The newest Python here, for the newest versions of all packages: many need more than Python 3.11.
+ifndef NEWEST_PYTHON
+NEWEST_PYTHON := $(shell \
+    for one in python3.14 $(HOME)/.pyenv/versions/3.14*/bin/python \
+        python3.13 $(HOME)/.pyenv/versions/3.13*/bin/python \
+        python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python $(PYTHON); do \
+        "$$one" -c "import ssl, venv" >/dev/null 2>&1 && { echo "$$one"; break; }; \
+    done)
+endif
+
 comma := ,
 
 .PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask \
@@ -172,18 +182,17 @@ define install
 endef
 
 # UCX is in the first one alone: what it is built for pins Dask to that version. So are the operator for
-# Kubernetes and the driver of a browser, for their size: 450 MB on the disk.
+# Kubernetes, the driver of a browser, and Torch for CPUs, for their size: more than 1 GB on the disk.
+# Indexes without such a build of Torch have one of several gigabytes, which is not fetched.
 $(VENV)/installed: $(WHEEL)
 	$(call install,$(VENV),$(OLDEST),[test$(comma)ucx$(comma)kubernetes-test$(comma)browser-test])
+	$(VENV)/bin/python -m pip install --quiet "torch==$(TORCH)" || \
+	    echo "no torch for CPUs here: its tests are skipped" >&2
 	touch $@
 
-# Torch for CPUs is here alone, for its size. Indexes without such a build have one of several gigabytes,
-# which is not fetched.
 $(VENV_NEWEST)/installed: $(WHEEL)
-	$(call make_venv,$(VENV_NEWEST),$(PYTHON))
+	$(call make_venv,$(VENV_NEWEST),$(NEWEST_PYTHON))
 	$(call install,$(VENV_NEWEST),$(NEWEST),[test])
-	$(VENV_NEWEST)/bin/python -m pip install --quiet "torch==$(TORCH)" || \
-	    echo "no torch for CPUs here: its tests are skipped" >&2
 	touch $@
 
 $(VENV_THIRDPARTY)/installed: $(WHEEL)

@@ -134,6 +134,7 @@ def fails_after_a_while(comm, _):
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_torch_trains_data_parallel():
     pytest.importorskip("torch")
     x = np.random.default_rng(2).normal(size=(400, 4))
