@@ -1,9 +1,14 @@
 """The cheapest algorithm for a value on given links, and the cost of each candidate.
 
-The cost has four parts: the latency of messages that wait for each other, the messages of the
-busiest rank, the bytes of the busiest host's network card, and those that the busiest rank sends
-within its host. This is the alpha-beta model of collectives with two kinds of links. Bytes are
-counted as parts of the value, once for a group, from the schedules themselves.
+The cost has four parts:
+
+- the latency of messages that wait for each other;
+- the messages that the busiest rank sends;
+- the bytes that the busiest host sends through its network card;
+- the bytes that the busiest rank sends within its host.
+
+This is the alpha-beta model of collectives with two kinds of links. Bytes are counted from the
+schedules themselves, once for each group of ranks, as parts of the value.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ class Effort:
     Attributes
     ----------
     n_hops
-        Messages in the longest row in which each waits for the one before.
+        Messages in the longest chain in which each message waits for the one before.
     n_messages
         Messages that the busiest rank sends.
     across

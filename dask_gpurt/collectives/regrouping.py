@@ -1,9 +1,9 @@
 """Trees of a reduction that begin where its values are.
 
 Dask combines neighbours in the order of their numbers, wherever they are. If workers hold the
-values already, a tree moves least that combines the values of each worker first: then one value of
-each worker crosses a link. That changes the order in which values are combined. Integers, and
-whatever else does not depend on the order, have the same bits either way.
+values already, these trees combine the values of each worker first. Then only one value of each
+worker crosses a link. That changes the order in which values are combined. A result that does not
+depend on the order, such as a sum of integers, has the same bits either way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which levels of a reduction tree combine slices instead of whole values, and how many slices.
+"""Choice of the levels of a reduction tree that combine slices, and of the number of slices.
 
 Dask reduces by a tree: a task combines the whole values of about four others. Towards the root
 there are fewer tasks than workers, so few links are busy, each with several whole values. A level
@@ -20,7 +20,7 @@ from dask_gpurt.collectives.slicing import ALIGNMENT
 LEAST_NBYTES = 16 << 20
 #: Smaller slices are not made.
 LEAST_SLICE_NBYTES = 1 << 20
-#: Seconds of the scheduler and of a worker for each task, of which others wait.
+#: Seconds that each task costs the scheduler and a worker while other tasks wait.
 TASK_S = 5e-4
 #: A tree is left alone if slices need more than this part of its time.
 WORTHWHILE = 0.8
@@ -28,7 +28,7 @@ WORTHWHILE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How a tree is cut.
+    """The cut of a reduction tree into slices.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ N_GIVEN = 2
 
 
 def replicate_units(n_away: int) -> int:
-    """Return the time of `replicate` to so many workers on other hosts."""
+    """Return the time of `replicate` to `n_away` workers on other hosts."""
     n_rounds, n_holders = 0, 1
     while n_holders <= n_away:
         n_holders += N_GIVEN * n_holders
@@ -29,7 +29,7 @@ def replicate_units(n_away: int) -> int:
 
 
 def fetch_units(n_away: int) -> int:
-    """Return the time until as many workers on other hosts have fetched a value."""
+    """Return the time until `n_away` workers on other hosts have fetched a value."""
     units, n_holders = 0, 1
     while n_holders <= n_away:
         served = min(N_SERVED, -(-(n_away + 1 - n_holders) // n_holders))

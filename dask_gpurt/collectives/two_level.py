@@ -1,8 +1,8 @@
 """Algorithms for ranks that share hosts: many messages inside a host, few between hosts.
 
-Ranks of one host share its network card. With g ranks on each of H hosts, a `two-shot` all-reduce
-sends 2 g (H - 1) / H S through each card, because every rank sends its own value to other hosts.
-Here a host adds up its own values first, and 2 (H - 1) / H S pass its card.
+Ranks of one host share its network card. In a `two-shot` all-reduce, every rank sends its own value
+of S bytes to other hosts. With g ranks on each of H hosts, 2 g (H - 1) / H S bytes pass each card.
+Here a host adds up its own values first, and 2 (H - 1) / H S bytes pass its card.
 
 Rank j of each host's first *rails* ranks exchanges slices with rank j of the other hosts. A host
 with more ranks than the smallest one has ranks without a rail; they only exchange within the host.

@@ -1,8 +1,8 @@
 """The data mover of the store: the only module that touches the objects and the tiers.
 
 It carries out the moves that `memory.decisions.residency` and `memory.store` decided. Most writes
-and reads run in lanes. Two kinds of threads do their own, because they cannot wait for a lane:
-threads that read a spilled value, and threads whose allocation found no room.
+and reads run in lanes. Two kinds of threads cannot wait for a lane, so they move bytes themselves.
+The first kind reads a spilled value. The second kind found no room for an allocation.
 
 The lock guards the bookkeeping. It is never held over I/O, a copy or a call into user code.
 """
@@ -140,7 +140,7 @@ class Carrier:
             if value is None or value.serial != move.serial:
                 self._residency.put_cancelled(move)
                 return
-            # Only this frame may hold them: `make_room` counts on the memory once it returns.
+            # No other frame may reference the object: `make_room` promises that its memory is free.
             is_top = self._is_top_level(move.source)
             source = self.objects.get(move.key) if is_top else None
             place = self._places.get((move.serial, move.source))
@@ -238,8 +238,8 @@ class Carrier:
         -------
         Whether objects were freed. Their memory is free unless something else refers to them.
         """
-        # `Condition` uses this method too. A copy made with the lock held would hold it over the
-        # copy, and new decisions could contradict bookkeeping that is half done.
+        # `Condition` uses `_is_owned` too. With the lock held, a copy would make other threads wait
+        # for it, and new decisions could contradict bookkeeping that is half done.
         if self._lock._is_owned() or self._is_closed:  # type: ignore[attr-defined]
             return False
         level = self._residency.levels[top_level]
@@ -362,7 +362,7 @@ class Carrier:
         """
         tier = self._tiers[level]
         with contextlib.ExitStack() as stack:
-            # A value on the host would keep the tier's memory.
+            # A host value would reference the tier's memory, so it gets a copy.
             if top_level and isinstance(tier, DirectTier):
                 header, buffers = stack.enter_context(tier.lent(place))
             else:

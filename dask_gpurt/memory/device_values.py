@@ -2,8 +2,8 @@
 
 `device_packing` handles arrays of the device port (`devices.array`). `library_packing` handles
 values of GPU libraries: the library's own serialization names the pieces of memory of a value.
-The pieces are copied one by one. To pack them on the device first would take as much memory there
-as the value does, and values are evicted because there is none.
+The pieces are copied one by one. To pack them on the device first, as much memory would have to be
+free there as the value takes. But values are evicted because no memory is free.
 
 Each direction has a stream of its own, so that neither waits for the other. A caller waits for its
 own copy, never for the whole device.

@@ -101,7 +101,7 @@ class PinnedTier(_HostTier[PinnedPlace]):
     """A tier that keeps values in blocks of a pool. Other users may share the pool.
 
     Buffers on a device are copied from there into the blocks, and back from the blocks (`lent`).
-    A copy between them and other host memory would cost as much again.
+    A detour through other host memory would cost a second copy.
 
     Parameters
     ----------

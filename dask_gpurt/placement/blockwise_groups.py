@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     may_go_together
         Whether the task of a partition may do other layers as well.
     whole_inputs
-        The inputs of which each partition needs all, such as a small table.
+        Inputs that each partition needs as a whole, such as a small table.
     runs_user_code
         Whether it may take long: a branch begins there.
     """

@@ -3,8 +3,8 @@
 In `a @ b` each product of blocks has two operands, and each operand is needed by a whole row or
 column of products. If each product goes to the worker with most of its inputs, products end up
 where operands happened to be made. Then nearly every product sends something. This module assigns
-outputs by rows and columns to hosts that form a grid: a host needs the operands of its rows and
-columns, and no more.
+outputs by rows and columns to hosts that form a grid. A host needs only the operands of its rows
+and columns.
 
 ::
 
@@ -28,8 +28,8 @@ from math import ceil
 from typing import NamedTuple
 
 #: The most outputs that a host may be given, relative to the mean. With 7 rows and 7 columns on 4
-#: times 4 hosts, one host makes 4 outputs where 3 are its share: the bytes that this saves are not
-#: worth a third more time.
+#: times 4 hosts, one host makes 4 outputs, and its share is 3. The bytes that such a grid saves are
+#: not worth a third more time.
 MAX_OVERLOAD = 1.25
 
 

@@ -77,12 +77,12 @@ def largest_is_best(
 ) -> bool:
     """Return whether a task costs least on the worker that has its largest input.
 
-    This holds if each input is on a different host and all these hosts are reached over equal
-    paths: on any other worker, the task would have to fetch at least as much over the same paths.
-    It also holds for two holders with equal paths between them. The caller makes sure that the task
-    could begin there at once, that the worker has room for the rest, and that it is no slower than
-    others. The wait for links there must be shorter than the extra fetching elsewhere, counted at
-    both ends. The result is False for all other cases.
+    This holds if each input is on a different host, and the paths between these hosts are equal.
+    Then the task would fetch at least as much on any other worker, over the same paths. It also
+    holds for two holders with equal paths between them. The caller makes sure that the task could
+    begin there at once. The worker also has room for the rest, and is no slower than others. The
+    wait for links there must be shorter than the extra fetching elsewhere, counted at both ends.
+    The result is False for all other cases.
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ def grouped(inputs: Sequence[ShuffleInput], n_threads: int) -> list[list[int]]:
 
 
 def _cut(numbers: list[int], inputs: Sequence[ShuffleInput], most: int) -> list[list[int]]:
-    """Return adjacent inputs together: at most so many, and not too many bytes."""
+    """Return groups of adjacent inputs: each at most `most` inputs and `MOST_NBYTES` bytes."""
     groups: list[list[int]] = []
     nbytes = 0
     for number in numbers:

@@ -115,8 +115,8 @@ def fetching_nbytes(
 ) -> Mapping[str, int]:
     """Return bytes in flight, by worker, for workers that have no input but are fetching one.
 
-    Only the `MAX_FETCHING` workers with the most bytes in flight are returned; of equal ones, those
-    that receive them first.
+    At most `MAX_FETCHING` workers are returned: those with the most bytes in flight. Between equal
+    workers, the one that receives its bytes first wins.
 
     Parameters
     ----------

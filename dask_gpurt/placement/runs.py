@@ -1,14 +1,13 @@
 """Division of the leaves of a reduction tree into runs, one for each worker. Pure.
 
-A reduction combines neighbouring blocks, a few at a time. Stock Dask hands queued tasks one by one
-to the least busy worker, so neighbours are made on different workers, and nearly every combining
-task fetches nearly all of its inputs. Here each worker gets a *run*: leaves that are combined with
-one another, as many as its share of the threads. Then inputs are fetched only at the ends of runs
-and near the root of the tree.
+A reduction combines neighbouring blocks, a few at a time. Stock Dask gives queued tasks one by one
+to the least busy worker. So neighbours are made on different workers, and nearly every combining
+task fetches nearly all of its inputs. Here each worker gets a *run*: neighbouring leaves, as many
+as its share of the threads. Then inputs are fetched only at the ends of runs and near the root.
 
 A leaf is one input of the first combining task, with the tasks without inputs that it is made from.
-A run is only a preference: its tasks wait in the scheduler's queue, where any worker that has
-nothing else to do can take them (`pays_to_take`).
+A run is only a preference. Its tasks wait in the scheduler's queue, and a worker that has nothing
+else to do can take them (`pays_to_take`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Runs(Generic[T]):
         self._is_queued = is_queued
         #: Worker of each leaf that has one.
         self._owners: dict[Hashable, str] = {}
-        #: Workers that have no share in what is left, since they have had theirs, and threads.
+        #: Workers that have had their share of the leaves, with their numbers of threads.
         self._served: dict[str, int] = {}
         self._n_served = 0
         #: Tasks in the queue: of each run, as a heap, and of each leaf without an owner.

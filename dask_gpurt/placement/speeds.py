@@ -18,12 +18,12 @@ There are two sources:
 
 Noise has no effect. A worker is slow only if the mean, less `SIGMAS` standard deviations of it, is
 still at least `LEAST_SLOWNESS`. Tasks of one group are assumed to scatter by at least
-`LEAST_SCATTER`. The slowness is then the mean itself. Its lower bound, which would do for the test,
-was rejected: a worker was given one more task and held up the whole computation, because the task
-was estimated at 0.2 seconds and took 0.5. A worker that has no core for `PAUSE_S` is not slow,
-however short its tasks are. So if all tasks of a group take about as long, every slowness is
-exactly 1 and placement is the same as without this module. No slowness is below 1: a worker that is
-faster than others is free sooner, and placement sees that already.
+`LEAST_SCATTER`. The slowness is then the mean itself. The lower bound of the mean was tried and
+rejected: a task of 0.5 seconds was estimated at 0.2, and the whole computation waited for it. A
+worker that has no core for `PAUSE_S` is not slow, however short its tasks are. So if all tasks of
+a group take about as long, every slowness is exactly 1 and placement is the same as without this
+module. No slowness is below 1: a worker that is faster than others is free sooner, and placement
+sees that already.
 
 Memory is bounded: a few numbers per worker, `MAX_GROUPS` groups, and per worker its part of the
 last `MAX_OWN_GROUPS` groups of which it ended tasks.
@@ -46,9 +46,9 @@ _USUAL_COUNT = 4
 LEAST_SLOWNESS = 1.5
 #: Weight of an observation relative to the next one, for tasks of `PAUSE_S` or longer.
 _DECAY = 0.5
-#: A worker may be kept from its tasks for this long now and then: another process has its core, it
-#: collects garbage, its messages are late. Where four workers shared two cores, tasks of 3 ms
-#: looked three times as slow. They were moved to workers that had none of their data.
+#: A worker may pause for this long now and then: another process has its core, it collects garbage,
+#: its messages are late. When four workers shared two cores, tasks of 3 ms looked three times as
+#: slow, and were moved to workers that had none of their data.
 PAUSE_S = 0.05
 #: Tasks of a group that other workers must have ended before the group counts.
 _ENOUGH = 3

@@ -1,8 +1,9 @@
 """The scheduler's side of the runtime: worker readiness, choice of data plane, placement.
 
 Activation registers this plugin. The scheduler then sends a bootstrap plugin to every present and
-future worker. A shuffle run uses our data plane if every worker is ready and there is an adapter
-for its kind of data. Otherwise stock Dask runs it; the plugin records the reason and logs it once.
+future worker. A shuffle run uses our data plane if every worker is ready and an adapter supports
+its data. Otherwise stock Dask runs it; the plugin counts the reason and logs it once. If
+`gpurt.strict` is true, the run fails instead.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: How long a new run waits for joining workers to report.
+#: Longest wait for joining workers: at activation, and before a new shuffle run.
 JOIN_TIMEOUT_S = 10.0
 #: Longest wait for a worker's report, or for its answer to `explain`.
 ANSWER_DEADLINE_S = 5.0
 #: Share of the scheduler's time for telling workers when their values are needed next.
 NEXT_USES_SHARE = 0.1
-#: Share of the scheduler's time for programs that ask for its status again and again.
+#: Share of the scheduler's time that programs may take to poll its status.
 POLLS_SHARE = 0.02
 #: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
 
-#: By scheduler: held while the runtime is switched on or off. Two concurrent activations would each
-#: save the other's functions as stock Dask's.
+#: A lock for each scheduler, held while the runtime is switched on or off. Without it, a second
+#: activation would save the patches of the first one as stock Dask's functions.
 _activation_locks: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
 
 
@@ -102,13 +103,13 @@ class GpurtScheduler(SchedulerPlugin):
                 f"run `pip install dask-gpurt=={self.version}` there"
             )
         async with activation_lock(scheduler):
-            # The scheduler keeps the first plugin too: it checks before and after this call.
+            # The scheduler also drops a second plugin: it checks before and after this call.
             if NAME not in scheduler.plugins:
                 self._opened = asyncio.Event()
                 try:
                     await self._start(scheduler)
                 finally:
-                    # Also after a failure: connecting clients wait for this before they get status.
+                    # Set it after a failure too: `status` waits for it before it answers.
                     self._opened.set()
 
     async def _start(self, scheduler: Scheduler) -> None:
@@ -168,14 +169,14 @@ class GpurtScheduler(SchedulerPlugin):
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
         self.is_active = True
-        # Register now. The scheduler would register only after all workers know, and miss workers
-        # that join or leave until then.
+        # Register the plugin now. distributed would do so only after this method, and the plugin
+        # would miss workers that join or leave until then.
         scheduler.add_plugin(self, name=NAME, idempotent=True)
         self._opened.set()
         plugin = self._bootstrap()
         telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
         self._registering_workers = asyncio.ensure_future(telling)
-        # A worker with a blocked event loop takes the plugin in later. Until then it is not ready.
+        # A worker whose event loop is blocked gets the plugin later. Until then it is not ready.
         self._registering_workers.add_done_callback(_log_failure)
         await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
@@ -183,9 +184,9 @@ class GpurtScheduler(SchedulerPlugin):
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
-        """Handler: apply the settings of another client with the flag to future runs.
+        """Handler: apply the settings of another client that enables the runtime to future runs.
 
-        Settings about what a worker creates at its start apply to future workers.
+        New `gpurt.memory` settings apply only to workers that start later.
 
         Returns
         -------
@@ -244,7 +245,7 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement = None
 
     async def topology(self, probe: bool = False) -> dict[str, Any]:
-        """Handler: return the machines that are believed; with `probe`, measure links first."""
+        """Handler: return the known machines and links; with `probe`, measure links first."""
         return await self.machines.describe(request_checks.flag("probe", probe))
 
     async def explain(self, key: Any) -> dict[str, Any]:
@@ -287,16 +288,16 @@ class GpurtScheduler(SchedulerPlugin):
             one.uninstall()
         self._stop_placement()
         self._wake_waiting_runs()
-        # `gpurt_status` stays, to report that and why the runtime is off. The three `lasting`
-        # handlers stay until workers have handed back their values, sent their final counters, and
-        # joining workers have reported.
+        # `gpurt_status` stays: it tells clients that the runtime is off, and why. The `lasting`
+        # handlers stay until all workers have detached: until then, workers may report, send
+        # their final counters, and ask when values are needed next.
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
         self._remove_handlers(self._handlers)
-        # No handler can start another probe of links any more.
+        # The handlers are gone, so nothing can start another probe of links.
         await self.machines.end()
         try:
-            # Wait, or a worker could be told to remove a plugin before it has it.
+            # Wait first. Otherwise a worker could be told to remove the plugin before it has it.
             if self._registering_workers is not None:
                 await asyncio.wait({self._registering_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
@@ -325,7 +326,7 @@ class GpurtScheduler(SchedulerPlugin):
         request_checks.name("worker", worker)
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
-            return  # it left meanwhile, and an entry would never be removed
+            return  # the runtime is off, or the worker left: nothing would remove an entry
         self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)
@@ -379,7 +380,7 @@ class GpurtScheduler(SchedulerPlugin):
         """Return the spec to run: ours if there is no obstacle, else the stock one."""
         if not self.is_active:
             return stock  # switched off while this run waited for joining workers
-        # They import a third of the runtime. Without them, a scheduler starts sooner.
+        # Imported here: they load a third of the runtime. A scheduler starts sooner without them.
         from dask_gpurt.plugins.shuffle.array_run import ArraySpec
         from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind
 
@@ -404,9 +405,9 @@ class GpurtScheduler(SchedulerPlugin):
         return stock
 
     async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
-        """Handler: record the rows of each output partition in a sample input partition.
+        """Handler: record how many rows of a sample go to each output partition.
 
-        Without `rows`, return the label of the column with their numbers; None if not wanted.
+        Without `rows`, return the column with the numbers of output partitions; None if not wanted.
         """
         request_checks.name("shuffle_id", shuffle_id)
         if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
@@ -424,7 +425,7 @@ class GpurtScheduler(SchedulerPlugin):
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
         """Handler: return when values are needed next, for a worker that is short of memory.
 
-        Also return for how many seconds it should not ask again: all may be short at once.
+        Also return how many seconds to wait before asking again: all may be short at once.
         """
         request_checks.keys(keys)
         request_checks.name("worker", worker)
@@ -493,6 +494,6 @@ class GpurtScheduler(SchedulerPlugin):
 
 
 def _log_failure(telling: asyncio.Future[Any]) -> None:
-    """Log an error of telling workers. A worker that left meanwhile needs no runtime."""
+    """Warn if a worker did not get the runtime. It is no error: the worker may have left."""
     if not telling.cancelled() and (error := telling.exception()) is not None:
         logger.warning("the runtime could not be registered on every worker: %s", error)

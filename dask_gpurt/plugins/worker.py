@@ -61,8 +61,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Share of a worker's memory that the pool and the allocator may keep between uses.
 KEEP_SHARE = 0.1
-#: Pages of outgoing shards may waste this share before producers wait, or `LEAST_WASTE_NBYTES`
-#: if that is more. Some waste is normal: threads that cut at the same time share pages.
+#: Producers wait if pages of outgoing shards waste more than this share of a worker's memory, and
+#: more than `LEAST_WASTE_NBYTES`. Some waste is normal: threads that cut together share pages.
 WASTE_SHARE = 0.2
 LEAST_WASTE_NBYTES = 64 << 20
 #: How long pooled memory is kept after the last run, in case another run follows.
@@ -120,7 +120,7 @@ class WorkerRuntime:
         self._closing_links: asyncio.Task[None] | None = None
         #: Closes the rest of the runtime when the worker closes. May be called twice.
         self.final_close: Callable[[], Awaitable[None]] | None = None
-        #: Whether the runtime is on here. If not, nothing is kept for a next run.
+        #: Whether the runtime is on here. If not, nothing is kept for later runs.
         self.is_attached = True
         #: Shards that each output task read, by its key. Released once its result is in memory.
         self._to_release: dict[Any, list[tuple[ShardStore, int]]] = {}
@@ -131,7 +131,7 @@ class WorkerRuntime:
     def keep_off_disk(self, shuffle_id: str) -> None:
         """Keep later runs of a shuffle in memory: its shards were damaged on this disk.
 
-        A disk that stays broken thus restarts each shuffle once, instead of forever.
+        So a broken disk restarts each shuffle once, not again and again.
         """
         if shuffle_id not in self.kept_off_disk:
             self.kept_off_disk.add(shuffle_id)
@@ -296,8 +296,8 @@ class WorkerRuntime:
     async def close(self) -> None:
         """Close the runtime with its worker. distributed calls this for its extensions.
 
-        Drops a cancellation, because the rest of the worker's close waits for this. Never raises,
-        because an error would stop the worker's close half-way.
+        This ignores a cancellation, because the rest of the worker's close waits for it. It never
+        raises, because an error would stop the worker's close half-way.
         """
         links = self.links
         for work in (self.final_close, self._links_closed, links.disconnect, links.leave_peers):
@@ -338,7 +338,7 @@ class WorkerRuntime:
         return [one for chooser in self._choosers.values() for one in chooser.explain()]
 
     def report(self, most: int) -> dict[str, Any]:
-        """Return the state of the runtime here, with at most so many entries of each kind."""
+        """Return the state of the runtime here, with at most `most` entries of each kind."""
         return {
             "version": dask_gpurt.__version__,
             "counters": self.counted(),
@@ -365,7 +365,7 @@ def runtime_of(worker: Worker) -> WorkerRuntime:
 
 def _is_ours(run: Any) -> bool:
     """Return whether a run of a shuffle is one of the runtime."""
-    # It imports this module, and is not needed before the first run.
+    # Imported here: `exchange_run` imports this module, and only runs need it.
     from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
     return isinstance(run, ExchangeRun)
@@ -421,7 +421,7 @@ class Attachment:
         self._gc_freeze.watch()
 
     async def gpurt_report(self, most: int) -> dict[str, Any]:
-        """Handler: return the state of the runtime here, with so many entries of each kind."""
+        """Handler: return the state of the runtime here, with `most` entries of each kind."""
         report = self.state.report(request_checks.count("most", most))
         memory = await self._memory.report() if self._memory is not None else None
         load = worker_load(self._worker)
@@ -445,9 +445,9 @@ class Attachment:
     async def detach(self) -> None:
         """Restore the worker to stock behaviour. Runs in progress continue.
 
-        Runs once, and continues if its caller is cancelled. On a closing worker it does not wait:
-        Dask's close would stop half-way if it were cancelled at that moment. `WorkerRuntime.close`
-        does the rest there.
+        This runs once, and continues if its caller is cancelled. On a closing worker it does not
+        wait, because a cancellation at that moment would stop Dask's close half-way. There,
+        `WorkerRuntime.close` does the rest.
         """
         if self._detaching is None:
             self._uninstall()
@@ -476,8 +476,7 @@ class Attachment:
             await self._memory.close()
         self.state.detach()
         await self.state.links.disconnect()
-        # Last, and never on a closing worker: the scheduler may still ask. Dask logs a traceback if
-        # nobody answers.
+        # Last: the scheduler may ask until now, and Dask logs a traceback if nobody answers.
         for name in self._handlers:
             self._worker.handlers.pop(name, None)
         if not is_closing(self._worker):

@@ -61,8 +61,8 @@ def owners(rows: Sequence[int], workers: Sequence[str]) -> dict[int, str]:
 class LatestOwners:
     """Remembers the owners of one run, because Dask asks for one partition after the other.
 
-    The same objects come with each call. To compare their content would take as long as the first
-    call, each time.
+    Dask passes the same objects in each call, so they are compared by identity. To compare their
+    content would take too long in each call.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ def most_messages(n_peers: int) -> int:
 def in_turn(workers: Sequence[str], own: str) -> tuple[str, ...]:
     """Return the other workers in the order in which a worker sends to them.
 
-    It begins after the worker's own place. Otherwise all would begin with the same receiver.
+    Each worker begins with the one after itself. Otherwise all would begin with the same receiver.
     """
     if own in workers:
         first = workers.index(own) + 1
@@ -81,10 +81,10 @@ def checked(credit_nbytes: Any) -> int:
     Raises
     ------
     ProtocolError
-        It is not one.
+        The answer has no valid credit.
     """
     if type(credit_nbytes) is not int or not 0 < credit_nbytes <= _MOST_NBYTES:
-        raise ProtocolError(f"an answer with {str(credit_nbytes)[:100]!r} as the sender's credit")
+        raise ProtocolError(f"an answer has an invalid credit: {str(credit_nbytes)[:100]!r}")
     return credit_nbytes
 
 

@@ -65,7 +65,7 @@ def decode(header: bytes) -> list[Forward]:
         raise ProtocolError("not a message of dask_gpurt to hand on")
     _, seal = _SEALED.unpack_from(view)
     if zlib.crc32(view[_SEALED.size :]) != seal:
-        raise DamagedError("header of a message to hand on damaged on its way")
+        raise DamagedError("the header of a message for a relay was damaged on its way")
     (n_headers,) = _COUNT.unpack_from(view, _SEALED.size)
     position = _SEALED.size + _COUNT.size
     found = []

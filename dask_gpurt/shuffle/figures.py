@@ -92,9 +92,9 @@ class RunFigures:
             self._more["room_s"] += seconds
 
     def still_runs(self, lasted_s: float, cpu_s: float) -> None:
-        """Record that the run did something, so many seconds after it began here.
+        """Record that the run did something `lasted_s` seconds after it began here.
 
-        `cpu_s` are the seconds that this process has computed since then.
+        `cpu_s` is the processor time of this process in these seconds.
         """
         with self._lock:
             self._more["lasted_s"] = max(self._more["lasted_s"], lasted_s)
@@ -270,7 +270,8 @@ class RunSum:
             "busiest_link": self._busiest_link,
             "skew": self._most_rows * self._n_owners / self._rows if self._rows else 1.0,
             "fullest": [(partition, rows) for partition, rows, _ in self._fullest],
-            # If all partitions are about equally full, their number makes the skew; none is hot.
+            # If all partitions are about equally full, none is hot: skew only shows that workers
+            # own different numbers of them.
             "hot": [
                 (partition, rows)
                 for partition, rows, of_owner in self._fullest

@@ -43,7 +43,7 @@ def count_slots(shard: Shard) -> int:
 
 
 def count_runs(shard: Shard) -> int:
-    """Return the number of pieces of a shard if rows of others belong between its runs."""
+    """Return the number of pieces of a shard if rows of other shards belong between its runs."""
     return shard.unread if shard.origins is None else len(shard.origins.slot)
 
 
@@ -53,7 +53,7 @@ def has_small_pieces(shard: Shard, n_pieces: CountPieces) -> bool:
 
 
 def is_undersized(shard: Shard, n_pieces: CountPieces) -> bool:
-    """Return whether a shard covers far more slots than others of its worker that are full."""
+    """Return whether a shard has several pieces, and less than half of a full shard's bytes."""
     return n_pieces(shard) > 1 and shard.nbytes < SHARD_TARGET_NBYTES // 2
 
 

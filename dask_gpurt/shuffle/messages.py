@@ -1,8 +1,8 @@
 """Encoding of shards into messages, and decoding of received messages into shards.
 
 Shards travel unencoded between processes of one host, and out of device memory. Any other shard
-gets a checksum, and is encoded where that pays (`codecs`). All functions touch every byte, so
-callers run them in threads. The binary format of the header is `transport.wire`'s.
+gets a checksum, and is encoded where that pays (`codecs`). Encoding, decoding and checksums touch
+every byte, so callers run them in threads. `transport.wire` has the binary format of the header.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Buffer = npt.NDArray[np.uint8]
 Encode = Callable[["Outgoing"], Encoded]
 _CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 
-#: Messages inside a host are this many times larger than others, and this many times for all peers
-#: together, but never smaller than others.
+#: A message inside a host may be `_TIMES` times as large as others, and those to all peers there
+#: `_TIMES_FOR_ALL` times in total. But none is closed at a smaller size than others.
 _TIMES = 4
 _TIMES_FOR_ALL = 8
 #: Messages of shards in device memory are at most this many times larger.
@@ -134,7 +134,7 @@ def local_message_nbytes(message_nbytes: int, n_peers: int) -> int:
     message_nbytes
         Size at which messages that carry their shards are closed.
     n_peers
-        Number of workers of this host that get as much; at least one.
+        Number of peers on this host; at least one.
     """
     return message_nbytes * min(_TIMES, max(1, _TIMES_FOR_ALL // n_peers))
 
@@ -150,7 +150,7 @@ def device_message_nbytes(message_nbytes: int, n_peers: int, budget_nbytes: int)
     message_nbytes
         Size at which messages from host memory are closed.
     n_peers
-        Number of workers that get as much; at least one.
+        Number of peers; at least one.
     budget_nbytes
         Device memory for shards.
     """
@@ -248,7 +248,7 @@ def shard_of(header: wire.ShardHeader, **contents: Any) -> Shard:
     """
     origins = header.origins()
     return Shard(
-        # No other shards have this source, but for those of the same task.
+        # Only shards of one task have this source, so it serves as the name of their batch.
         origins=Origins(*origins, header.source) if origins is not None else None,
         rows_per_slot=header.rows_per_slot,
         source=header.source,

@@ -27,7 +27,7 @@ from dask_gpurt.transport.wire import Runs
 #: Target size of a shard. Smaller shards are freed sooner, because a shard lives until its last
 #: partition was read. Larger ones cost less bookkeeping.
 SHARD_TARGET_NBYTES = 1 << 20
-#: More tasks than will ever read a slot.
+#: A number of readers that no slot ever has: the slot is never released.
 _ANY_NUMBER = 1 << 62
 
 
@@ -44,7 +44,7 @@ class ExchangePlan:
         Partitions in the order in which tasks will read them, each once for every task that reads
         it. Unlisted ones come last.
     keeps_read
-        Whether later tasks may read partitions, too, that all of these have read.
+        Whether to keep partitions that all tasks of `read_order` have read: later tasks may come.
     """
 
     worker_for: Mapping[Any, str]

@@ -51,7 +51,7 @@ class Shard:
     origins
         None if all rows have one source.
     unread
-        Output partitions with rows here whose results are not safe yet.
+        Number of output partitions that have rows here and are not released yet.
     """
 
     source: int

@@ -61,7 +61,7 @@ class SlotIndex:
 
 
 def are_interleaved(shards: Iterable[Shard]) -> bool:
-    """Return whether the runs of a slot in one shard are not one after the other in the output."""
+    """Return whether an output may have other rows between two runs of one shard."""
     spans: dict[Any, tuple[int, int]] = {}
     for shard in shards:
         batch: Any = shard.source

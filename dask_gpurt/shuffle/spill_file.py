@@ -1,4 +1,4 @@
-"""Append-only files of spilled shards, deleted with the last of their shards.
+"""Append-only files of spilled shards, closed when the last of their shards is released.
 
 `shuffle.shards` decides what is spilled and when; its lock covers the reference count.
 
@@ -37,7 +37,7 @@ class Extent(NamedTuple):
 
 
 class SpillFile:
-    """An append-only file of shards, deleted with the last of them.
+    """An append-only file of shards, with a count of the shards that need it.
 
     Parameters
     ----------
@@ -121,5 +121,5 @@ class SpillFile:
             try:
                 os.close(fd)
             except OSError as error:
-                # The descriptor is free even so. A second close would hit another file.
+                # Linux frees the descriptor anyway. A second close could close another file.
                 logger.warning("cannot close %s without an error: %s", self.path, error)

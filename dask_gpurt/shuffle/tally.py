@@ -122,10 +122,10 @@ class Tally:
         kept = self._runs.get(key)
         if kept is None:
             if run["run"] <= self._last_dropped:
-                return  # it would come back without the snapshots of the others
+                return  # a new sum would lack the snapshots of other workers
             kept = self._runs[key] = _KeptRun(RunSum(run))
         if worker in kept.ended:
-            return  # told before
+            return  # its final snapshot is in the total already
         self._n_snapshots -= kept.n_snapshots
         if is_open:
             kept.open[worker] = run

@@ -18,7 +18,7 @@ class EvictionOrder(Generic[T]):
     itself. So an order is kept until a share of it has changed. Values that arrive meanwhile are
     evicted last.
 
-    Very many values are ranked in batches, of which each is a sample of all. The next value to
+    Very many values are ranked in batches. Each batch is a sample of all values. The next value to
     evict comes from the first sixteenth of a batch, so it is about in the first sixteenth of all.
 
     Parameters

@@ -75,8 +75,8 @@ class NextUse:
          program uses its newest data sooner than the data that it was made from. Evicting the most
          recent first here too would move twice the bytes where each step makes new data from old.
 
-       Neither matters to a scan that is already submitted: its uses are known, and the values that
-       it has passed go first.
+       These two rules do not affect a scan that is already submitted. Its uses are known, so its
+       values are in class 3 until the scan has passed them.
     2. Shards whose unpack task is not known yet: that task comes after all known ones.
     3. Values with a known use, the furthest first.
     """

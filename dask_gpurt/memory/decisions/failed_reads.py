@@ -18,7 +18,7 @@ import numpy as np
 
 from dask_gpurt.memory.decisions.levels import Value
 
-#: A read that was not retried for so long is forgotten.
+#: A failed read is forgotten if it does not fail again for this long.
 FORGET_S = 5.0
 
 

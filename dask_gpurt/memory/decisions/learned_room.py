@@ -1,15 +1,15 @@
-"""How much device memory values may take, where libraries get less than the device has.
+"""The device memory that values may take, learned from allocations that found no room.
 
-A pool of a library may have a limit, and other processes may use the same device. No one tells
-either. The first allocation that finds no room does: values took all that was left beside it. A
-store that does not learn this reads values ahead for which there is no room, and evicts others.
+A library's memory pool may have a limit, and other processes may use the same device. Nothing
+reports either of them. But an allocation that finds no room shows that values take too much. A
+store that does not learn this prefetches values that do not fit, and evicts others.
 
 Callers pass the time in; nothing here reads a clock.
 """
 
 from __future__ import annotations
 
-#: What was learned doubles in this time, because the reason may pass.
+#: The learned room doubles in this time, because the shortage may pass.
 DOUBLING_S = 60.0
 
 
@@ -26,7 +26,7 @@ class LearnedRoom:
         Parameters
         ----------
         taken_nbytes
-            What values took then.
+            Bytes that values took then.
         wanted_nbytes
             Size of the allocation.
         """

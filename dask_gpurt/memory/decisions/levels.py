@@ -1,6 +1,6 @@
-"""The facts that placement keeps of each value and of each level of memory. Pure.
+"""The state of each value and of each level of memory. Pure.
 
-`memory.decisions.residency` changes them.
+`memory.decisions.residency` changes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Value:
     pins: int = 0
     #: A task has just used it. Without another known use, its release is probably on its way.
     eviction_deferred: bool = False
-    #: Levels that never take it. Its top level is one if the object cannot be restored.
+    #: Levels that never take the value: tiers that refuse it, and its top level if the object
+    #: cannot be restored.
     refused: set[int] = field(default_factory=set)
 
     @property

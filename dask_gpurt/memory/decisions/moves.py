@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Drop:
-    """An order to free one copy. Its bytes no longer count."""
+    """An order to free one copy. The level has stopped counting its bytes already."""
 
     key: Hashable
     serial: int

@@ -1,4 +1,4 @@
-"""Placement of values in levels: where each value is, and which moves come next.
+"""Residency of values: which levels have each value, and which moves come next.
 
 A value lives as an object in its *top level*: host memory, or a device. Below are tiers that keep
 bytes. After a load, the copy below stays until the value is released or the tier needs the room.

@@ -22,9 +22,9 @@ release it restores stock. Reads in progress finish as they began.
 turn: 30 to 110 ms for some hundreds. `ShortTurns` hands out a few tasks at a time, as if the
 scheduler had sent them one after the other.
 
-*Failed sends.* A message that could not be written stays in memory: the stream references the
-error, the error the frame of the writer, that frame the connection, and the connection's finalizer
-the stream. `drop_message` breaks this chain.
+*Failed sends.* A message that could not be written stays in memory, because of a cycle. The stream
+references the error, and the error references the frame of the writer. The frame references the
+connection, and the connection's finalizer references the stream. `drop_message` breaks the cycle.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def read_in_pieces(stream: Any, n: int) -> memoryview:
     buffer = tcp.host_array(n)
     for first, end in pairwise([*range(0, n, PIECE_NBYTES), n]):
         await stream.read_into(buffer[first:end])
-        # A read of available data does not suspend, nor may the next buffer of the message.
+        # A read of available data does not yield to the loop, and the next one may not either.
         if end - first >= SMALL_NBYTES:
             await asyncio.sleep(0)
     return buffer

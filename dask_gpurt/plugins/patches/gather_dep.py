@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt.memory")
 
-#: If no task ends for so long and none runs, nothing will free memory.
+#: If no task has ended for this long and none runs, nothing will free memory.
 PATIENCE_S = 10.0
 #: Time until a busy peer is asked again. Stock Dask waits as long.
 _BUSY_S = 0.15

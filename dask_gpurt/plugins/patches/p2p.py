@@ -177,9 +177,9 @@ class SpecSwap:
             return self._softened(answer, worker, shuffle_id, closed)
 
         def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
-            # Output tasks are restricted before they run. If the user has restricted one to another
-            # worker since, stock would leave it there to ask for its owner for ever: stock never
-            # restricts a task twice.
+            # Output tasks are restricted before they run, and stock restricts no task twice. If the
+            # user has restricted the task to another worker since, it would stay there and ask for
+            # its owner for ever.
             task = scheduler.tasks.get(key)
             if task is not None and task.annotations and task.worker_restrictions != {worker}:
                 task.annotations.pop("shuffle_original_restrictions", None)

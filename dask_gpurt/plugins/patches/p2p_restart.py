@@ -1,8 +1,8 @@
 """Restarts of shuffles: which tasks run again, and when.
 
-A shuffle restarts when a worker that took part leaves, when its inputs came from several runs, or
-when a task asks for a released output. Stock Dask releases all tasks of that shuffle, so that they
-run again in a new run. This patch differs in five ways:
+A shuffle restarts in three cases: a worker that took part leaves, its inputs came from several
+runs, or a task asks for a released output. Stock Dask releases all tasks of that shuffle, so that
+they run again in a new run. This patch differs in five ways:
 
 - A task that failed for good stays failed. Stock would not restart because of it, and a task that
   waits for another output of the shuffle would ask for ever.
@@ -10,12 +10,12 @@ run again in a new run. This patch differs in five ways:
   tasks read both sides again, and would otherwise ask the other side for released outputs.
 - A barrier that asks to run again keeps its run, or gets a new one if there is none.
 - When a released output is wanted again, tasks that have yet to run get all their inputs from the
-  new run, and so do the other tasks of their collections. Inputs may differ between runs (random
+  new run. So do the other tasks of their collections. Inputs may differ between runs (random
   numbers, a clock), and a mix of two runs would be a result of neither. Stock Dask keeps outputs
   until the end of a run and need not restart here. Where stock restarts too, because a worker left,
   existing results are kept as stock does.
-- When a worker leaves, all its shuffles restart. Stock loops over a set of them that a restart may
-  change, and then leaves the others as they are: their outputs ask for a run that is not there.
+- When a worker leaves, all its shuffles restart. Stock loops over a set of these shuffles, and a
+  restart may change that set. Then stock misses some, and their outputs ask for a missing run.
 
 | what | why | taken back by |
 |---|---|---|
@@ -105,7 +105,7 @@ class Restarts:
     def was_read_again(self, id: ShuffleId) -> bool:
         """Return whether a released output of a shuffle was wanted again.
 
-        Another query over it may come, as that one did. So its new run keeps what was read.
+        Another query may want that output once more, so the new run keeps outputs that were read.
         """
         return id in self._read_again
 

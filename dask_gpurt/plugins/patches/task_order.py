@@ -34,7 +34,8 @@ REDUCTION_SHARE = 0.1
 MIN_INPUT_NBYTES = 1 << 20
 #: Tasks of the queue that one scan looks at, a few microseconds each.
 MAX_SCANNED = 2_000
-#: After a scan that found no task, so many tasks begin before the next one; more after a long scan.
+#: After a scan that found no task, at least `TASKS_BETWEEN_SCANS` tasks begin before the next
+#: scan. After a long scan, at least one begins for each `SCANNED_PER_TASK` tasks that it read.
 TASKS_BETWEEN_SCANS = 8
 SCANNED_PER_TASK = 64
 #: Leading elements of a priority that all tasks of a graph share: the user's priority and the time
@@ -80,7 +81,7 @@ class TaskOrder:
         #: Tasks of one kind whose inputs the last scan found in memory.
         self._found: deque[Any] = deque()
         self._found_kind: Any = None
-        #: The next scan is due once so many tasks have begun.
+        #: The next scan is due once this worker has begun this many tasks in all.
         self._next_scan = 0
         #: Keys of tasks that left the queue and have not begun. Their inputs are claimed only when
         #: they begin; until then, nothing else shows that these are needed at once.

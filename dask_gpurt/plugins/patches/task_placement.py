@@ -73,7 +73,7 @@ class Placer(Protocol):
         """Return the worker that may steal a task; None if the task should stay where it is."""
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
-        """Record that a worker ended a task in so many seconds."""
+        """Record that a worker ended a task that took `seconds`."""
 
     def slowness(self, ws: WorkerState) -> float:
         """Return the seconds that a worker takes for what takes others one second."""
@@ -116,8 +116,8 @@ class DecisionSwap:
     """Makes a `Placer` decide where tasks go, on a live scheduler.
 
     The scheduler uses the placer's answer as its own, so the placer has to respect restrictions. If
-    the placer raises, stock Dask's answer is used: an error in the middle of a transition would
-    corrupt the scheduler's state for every task of every client.
+    the placer raises, stock Dask's answer is used. Otherwise the error would stop a transition
+    half-way, and corrupt the scheduler's state for every client.
     """
 
     def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
@@ -286,7 +286,7 @@ class DecisionSwap:
 
 
 def may_run_anywhere(ts: TaskState) -> None:
-    """Have a task run on any worker if none of those that it is restricted to is there."""
+    """Let a task run on any worker if all workers that it is restricted to are absent."""
     ts.loose_restrictions = True
 
 

@@ -211,8 +211,8 @@ def is_made_by_dask(worker: Worker) -> bool:
 def take_over(stock: Any) -> tuple[dict[Any, Any], dict[Any, int]]:
     """Return the objects of a store, and the sizes of its values on disk, by key.
 
-    The objects are removed from the store. Only of Dask's own store is it known which values are
-    on disk; all values of another store are read.
+    The objects are removed from the store. Only Dask's own store tells which values are on disk.
+    All values of any other store are read.
     """
     if isinstance(stock, SpillBuffer):
         objects = dict(stock.fast)
@@ -321,7 +321,7 @@ def queued(worker: Worker, n_tasks: int) -> list[Any]:
 
 
 def inputs(worker: Worker, keys: Iterable[Any]) -> Iterator[Any]:
-    """Yield the inputs of those of some tasks that have not begun."""
+    """Yield the inputs of some tasks, without the tasks that have begun."""
     for key in keys:
         task = worker.state.tasks.get(key)
         if task is not None and task.state in _WILL_USE:
@@ -344,8 +344,8 @@ def safe_sizeof(value: Any) -> int:
 def whole_nbytes(size: Any) -> int:
     """Return a size as a whole number of bytes, at least 0.
 
-    Dask takes over any result of a type's registered `sizeof`: a number of NumPy, one below 0, nan.
-    Without a number, a size is the one that Dask assumes where measuring fails.
+    Dask returns whatever a type's registered `sizeof` returns: a NumPy number, a negative number,
+    nan. If it is no number, the result is the size that Dask assumes when it cannot measure.
     """
     try:
         return max(0, int(size))
@@ -427,8 +427,8 @@ def rebuild(header: bytes, frames: Collection[memoryview]) -> Any:
 def cannot_begin(worker: Worker, key: Any) -> bool:
     """Return whether a task that was about to begin has been cancelled, or has lost inputs.
 
-    A task that is cancelled and wanted again goes on where it was, and nobody fetches its inputs
-    anew. In stock Dask, it has them in its hands by then.
+    If a cancelled task is wanted again, it goes on where it was, and nobody fetches its inputs
+    again. In stock Dask, such a task already holds its inputs.
     """
     task = worker.state.tasks.get(key)
     if task is None or task.state == "cancelled":

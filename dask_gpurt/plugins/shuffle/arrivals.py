@@ -1,7 +1,7 @@
 """The receiving end of a worker's links: offers of peers, and the payloads of their messages.
 
-`transport_choice` adds the sending end. A payload is inside of its message, in memory that both
-processes of one host can read (`transport.shared`), or comes over UCX.
+`transport_choice` adds the sending end. A payload comes inside its message, in memory that both
+processes of one host can read (`transport.shared`), or over UCX.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LINK_DEADLINE_S = 10.0
 
 
 class Arrivals:
-    """What peers offer and send to one worker. On the event loop."""
+    """The receiver of what peers offer and send to one worker. On the event loop."""
 
     def __init__(self, worker: Worker) -> None:
         self.ucx = WorkerUcx(worker)
@@ -153,8 +153,8 @@ class Arrivals:
                 self._borrower.read(token, lent)
 
         # The sender keeps its memory unchanged until this message is answered. If it cancels the
-        # message, the bytes read here may be anything, but they are not used: either it has sent
-        # the shards again and got an answer, so these are duplicates, or its run is over.
+        # message, the bytes read here may be wrong, but nobody uses them. Either the sender has
+        # delivered the shards again, and these are duplicates. Or its run is over.
         if (nbytes := sum(lengths)) < LEAST_THREAD_NBYTES:
             read()
         else:

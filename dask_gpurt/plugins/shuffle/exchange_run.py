@@ -114,7 +114,7 @@ class ExchangeRun:
         self._control = RunControl(worker, self.id, run_id)
         self._exception: Exception | None = None
         self._closed_event = asyncio.Event()
-        #: Set once no more work of this run matters.
+        #: Set once the run has failed or closes: nobody needs its results any more.
         self._ended = asyncio.Event()
         self._last_report: dict[str, Any] | None = None
         self._worker = worker
@@ -217,8 +217,8 @@ class ExchangeRun:
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
         self.figures.add(rows_in=n_rows, partitions_in=n_in, local_nbytes=local_nbytes)
-        # All shards are cut before any is sent. So a task that fails here and runs again never
-        # leaves a half delivered attempt.
+        # Cut all shards before any is sent. If the task fails while it cuts, and runs again, no
+        # receiver has a part of the failed attempt.
         self._store.add(local)
         context_meter.digest_metric("p2p-comms-limiter", 1, "count")
         with (
@@ -303,7 +303,7 @@ class ExchangeRun:
         except TransportError:
             return {"status": RELINK}
         except DamagedError as error:
-            # As text: a log record that keeps the error would keep the message's buffers.
+            # Log the text alone: the error would keep the message's buffers in memory.
             logger.warning("shuffle %s: %s; the peer sends it again", self.id, str(error))
             return {"status": DAMAGED}
         nbytes = sum(shard.nbytes for shard in shards)
@@ -430,9 +430,9 @@ class ExchangeRun:
         if self.closed:
             if self._exception and not isinstance(self._exception, P2PConsistencyError):
                 raise self._exception
-            # A task may be told to run again while it still runs; distributed then takes its answer
-            # as that of the next attempt. So a run that is over must answer "again", not with an
-            # error.
+            # The scheduler may start a task again while its first attempt still runs here. Another
+            # error of the first attempt would then fail the second one. After this one, distributed
+            # runs the task again.
             raise ShuffleClosedError(f"{self} has already been closed") from self._exception
 
     def fail(self, exception: Exception) -> None:
@@ -478,7 +478,7 @@ class ExchangeRun:
             yield
         finally:
             self.figures.spent(phase, self._clock.since(began)[0])
-            if phase != RECEIVE:  # the ledger has its messages
+            if phase != RECEIVE:  # each received message has its own ledger entry
                 enter_phase(self._state.ledger, phase, began, self.run_id)
 
     def heartbeat(self) -> dict[str, Any]:

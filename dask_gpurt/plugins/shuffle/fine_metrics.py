@@ -72,7 +72,7 @@ class FineMetrics:
 
 
 class RunClock:
-    """Reads the clocks of this process for the figures of a run, which read none."""
+    """The clocks of a run: `RunFigures` itself reads no clock."""
 
     def __init__(self, figures: RunFigures) -> None:
         self._figures = figures

@@ -107,7 +107,7 @@ class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
 
 
 def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
-    """Pad the row counts with zeros to one per partition; return none if there are too many."""
+    """Return one row count for each partition, padded with zeros; empty if there are too many."""
     if not rows or len(rows) > n_partitions:
         return ()
     return (*rows, *[0] * (n_partitions - len(rows)))
@@ -163,8 +163,8 @@ def obstacle(meta: Any) -> str | None:
     return None
 
 
-#: Most bytes of inputs that wait for other inputs of their task. Inputs that one task takes from
-#: memory are half of it; those that it makes of little may be of any size.
+#: Most bytes of inputs that wait for other inputs of their task. A task takes at most half of this
+#: from memory. Inputs that a task makes itself, for example from a file, may be of any size.
 MOST_WAITING_NBYTES = 32 << 20
 
 
@@ -178,12 +178,12 @@ class _Given(NamedTuple):
 class TaskInputs:
     """Inputs that a task hands over one after the other, until all of them are there.
 
-    They are cut together. Many small inputs have as many costs as large ones, most of all in
-    pandas. And each would be cut into shards that are far too small.
+    They are cut together. To cut an input has a fixed cost, most of all in pandas, however small
+    the input is. And the shards of a small input alone would be far too small.
 
-    An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. Each input is
-    judged alone, so a task that runs again forms the same groups: the store tells attempts apart by
-    the least input of a group.
+    An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. This depends on
+    no other input, so a task that runs again forms the same groups. The store needs that: it
+    recognises a second attempt by the lowest number in a group.
     """
 
     def __init__(self) -> None:

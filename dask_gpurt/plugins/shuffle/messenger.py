@@ -63,7 +63,7 @@ class Messenger:
     Parameters
     ----------
     adapter
-        Knows where in a shard bytes of one kind are.
+        Returns the sections of a shard, and the function that allocates device memory.
     peers
         Other workers that own partitions of the run.
     n_hops
@@ -86,7 +86,8 @@ class Messenger:
         self._state = runtime_of(worker)
         self._n_peers = len(peers)
         self._most_messages = credits.most_messages(n_hops)
-        #: What peers allow. Until a peer's first answer, as much as this worker would allow it.
+        #: Last credit of each peer. Before a peer's first answer, `_first_credit_nbytes` counts.
+        #: That is the credit that this worker would give.
         self._credits: dict[str, int] = {}
         self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, len(peers))
         self._relay = Relay(
@@ -161,7 +162,8 @@ class Messenger:
     ) -> Message:
         """Send a message and wait for the peer's answer; return the message. Raises as `send`.
 
-        The ledger gets an entry of this path and size. The peer's entry has the same number.
+        The ledger gets an entry with `path` and `nbytes`. The peer's entry has the same message
+        number.
         """
         run, number = self._run, next(message_numbers)
         links = self._state.links
@@ -269,8 +271,8 @@ class Messenger:
 
     def _takes_device_memory(self, path: Transport) -> bool:
         compression = self._settings.compression
-        # On a TCP link, whose bandwidth is known, UCX copies device memory to the host anyway. A
-        # copy made here can also be encoded where a codec pays.
+        # Only TCP links have a known bandwidth. There, UCX copies device memory to the host anyway,
+        # and a copy that is made here can also be encoded.
         return path.takes_device_memory and (
             compression == "none" or (compression == "auto" and path.bandwidth is None)
         )
@@ -292,7 +294,7 @@ class Messenger:
         run = self._run
         headers = wire.decode(header)
         lengths = messages.buffer_lengths(headers, self._state.memory_nbytes)
-        # Unless it is encoded, a shard has one buffer.
+        # The header of each buffer. A shard has one buffer, or several if it is encoded.
         of_part = [header for header in headers for _ in header.parts]
         on_device: dict[int, DeviceMemory] = {}
         allocate_device = self._adapter.allocate_device

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: Open files that a worker is allowed at most by `allow_open_files`. Programs that close every
 #: possible file, as some do before they start another, take too long with a larger limit.
 _MOST_FILES = 1 << 16
-#: One in this many open files is for a connection to a peer. As many come from peers, and where
-#: connections are closed to make others, those that are closing count for a while.
+#: One of this many open files is for a connection to a peer. Peers open as many to this worker. A
+#: connection that is closed to make room for another takes its file for a while longer.
 _FILES_EACH = 8
 #: A pool has room for at least this many connections.
 _LEAST = 2
@@ -143,7 +143,7 @@ class PeerConnections:
     async def close(self, *, for_good: bool = False) -> None:
         """Close all connections. Unless it is for good, the next message makes new ones."""
         self._is_over = self._is_over or for_good
-        # Something may keep the closed worker, and with it this. Others may have its files.
+        # Something may keep the closed worker, and so this object. Its files are for other pools.
         _pools.discard(self)
         pool, self._pool = self._pool, None
         if self._lost is not None:

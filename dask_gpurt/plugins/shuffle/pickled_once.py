@@ -2,7 +2,7 @@
 
 A description of 10,000 partitions and their owners takes a scheduler a millisecond to pickle, and
 each of 1,000 workers asks for it. It never changes during a run, so the first pickle serves all.
-It is compressed, once: it has numbers in order, and the same addresses again and again.
+The pickle is also compressed once. It compresses well, because it repeats the same addresses.
 """
 
 from __future__ import annotations

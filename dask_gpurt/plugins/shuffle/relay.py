@@ -1,9 +1,8 @@
-"""The handing on of shards that came for other workers of this host (`shuffle.routing`).
+"""Forwarding of shards to other workers of this host (`shuffle.routing`).
 
-A relay takes in a message that one worker of another host sent to several workers of this one. It
-keeps its own shards, and passes the others on as they came: the same headers and checksums, from
-the buffers that they were received in. It answers once all of them were taken. `messenger` sends
-and receives the messages.
+A relay receives a message from another host that has shards for several workers of this host. It
+keeps its own shards and forwards the others unchanged: same headers, checksums and buffers. It
+answers once all receivers have their shards. `messenger` sends and receives the messages.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Relay:
         """
         forwards = envelope.decode(header)
         if strangers := {one.target for one in forwards} - self._workers:
-            raise ProtocolError(f"shards to hand on to {min(strangers)!r}, which takes no part")
+            raise ProtocolError(f"shards for {min(strangers)!r}, which has no part in this run")
         headers = [wire.decode(one.header) for one in forwards]
         lengths = messages.buffer_lengths(
             [one for of_target in headers for one in of_target], self._limit_nbytes
@@ -126,8 +125,8 @@ class Relay:
             else:
                 others.append((one, buffers[first:end]))
         passing = (self._pass_on(one, some, inside=inside) for one, some in others)
-        # If one fails, the sender hears of it once the others have ended: it may send all again,
-        # and peers read from these buffers until then.
+        # If one fails, wait for the others before the sender gets the error. Peers read from these
+        # buffers until then, and the sender may send everything again.
         ended = await asyncio.gather(*passing, return_exceptions=True)
         if failed := [one for one in ended if one is not None]:
             raise failed[0]

@@ -1,4 +1,4 @@
-"""The calls of one run, on one worker, to the scheduler: is it stale, move a task, start over.
+"""The calls of one run to the scheduler: check the run, move a task, start over.
 
 distributed's control plane answers them. `exchange_run` says when they are needed.
 """

@@ -90,7 +90,7 @@ class Links(Arrivals):
         self._refusals = HostRefusals(worker.address)
         #: Why device memory is not sent to a peer, until the next `cool_down`.
         self._device_failures: dict[str, str] = {}
-        #: Why `auto` does not use UCX to a peer, until then.
+        #: Why `auto` does not use UCX to a peer, until the next `cool_down`.
         self._ucx_failures: dict[str, str] = {}
         #: UCX links that broke, and have delivered nothing since.
         self._broken: dict[str, Transport] = {}
@@ -111,8 +111,8 @@ class Links(Arrivals):
     def onward(self) -> PeerConnections:
         """Connections for messages that this worker hands on for others.
 
-        A sender waits for its relay, so with few connections for both, relays would wait for each
-        other for ever.
+        A sender waits for its relay. If both kinds of messages shared a few connections, relays
+        could wait for each other for ever.
         """
         if self._onward is None:
             self._onward = PeerConnections(self._worker)
@@ -230,8 +230,8 @@ class Links(Arrivals):
                 # Shielded: other callers may wait for the task too.
                 return await asyncio.shield(task)
             except Exception:
-                # The negotiation uses one run. If that run ends meanwhile, the peer refuses. The
-                # refusal says nothing to callers that waited along for another run.
+                # The offer is a message of one run. If that run has ended, the peer refuses the
+                # offer. Callers of other runs, which waited for the same offer, make their own.
                 if is_ours:
                     raise
 

@@ -68,7 +68,7 @@ class WorkerUcx:
 
     def why_not(self) -> str:
         """Return why this worker cannot have an engine; empty if it can. Loads no library."""
-        # Not with this module: most workers never have an engine, and it has ten modules.
+        # Imported here: most workers never have an engine, which loads ten modules.
         from dask_gpurt.transport import ucx
 
         if requires_encryption(self._worker):
