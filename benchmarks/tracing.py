@@ -38,7 +38,7 @@ from benchmarks.harness import (
     write_json,
 )
 from benchmarks.shuffle import numbers_part
-from dask_gpurt.devices.ledger import Ledger, LedgerEntry, Sum
+from dask_gpurt.devices.ledger import Ledger, LedgerEntry
 from dask_gpurt.plugins.memory import manager
 from dask_gpurt.plugins.shuffle import exchange_run
 from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries
@@ -109,12 +109,8 @@ def ask_nobody(is_so: bool, dask_worker: Any) -> None:
     asking = vars(dask_worker).setdefault("asking", {})
 
     def add(self: Ledger, entry: LedgerEntry) -> None:
-        key = entry.lane, entry.path
         with self._lock:
             self._entries.append(entry)
-            n, nbytes, seconds = self._sums.get(key, (0, 0, 0.0))
-            busy_s = entry.end_s - entry.start_s
-            self._sums[key] = Sum(n + 1, nbytes + entry.nbytes, seconds + busy_s)
 
     @contextlib.contextmanager
     def timed(self: Ledger, lane: str, path: str, nbytes: int = 0) -> Any:

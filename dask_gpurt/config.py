@@ -92,20 +92,6 @@ class ShuffleSettings:
 
 
 @dataclass(frozen=True)
-class DeviceSettings:
-    """Settings of devices.
-
-    Attributes
-    ----------
-    shape_launches
-        Whether compute kernels leave room for communication kernels. See
-        `devices.occupancy.shaping`.
-    """
-
-    shape_launches: bool
-
-
-@dataclass(frozen=True)
 class MemorySettings:
     """Settings of the store for task outputs.
 
@@ -209,7 +195,6 @@ class Settings:
     strict: bool
     shuffle: ShuffleSettings
     memory: MemorySettings
-    devices: DeviceSettings
     placement: PlacementSettings
     collectives: CollectiveSettings
     topology: TopologySettings
@@ -253,7 +238,6 @@ class Settings:
 _SECTIONS: dict[str, type[Any]] = {
     "shuffle": ShuffleSettings,
     "memory": MemorySettings,
-    "devices": DeviceSettings,
     "placement": PlacementSettings,
     "collectives": CollectiveSettings,
     "topology": TopologySettings,
@@ -324,7 +308,6 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
             device=_memory(get, "memory.device"),
             replace_dask_cuda=_flag(get, "memory.replace-dask-cuda"),
         ),
-        devices=DeviceSettings(shape_launches=_flag(get, "devices.shape-launches")),
         placement=PlacementSettings(
             enabled=_flag(get, "placement.enabled"),
             policy=_choice(get, "placement.policy"),

@@ -25,8 +25,6 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "r
 _RESIDENT = {"all": "VmRSS", "anonymous": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
 #: Most bytes of one call. macOS refuses 2 GiB, where Linux reads or writes a part.
 _MOST_NBYTES = 1 << 30
-#: Error codes: the kernel lacks a call, or a sandbox forbids it.
-_ABSENT = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 
 
 def _call(number: int | None, *arguments: int | bytes) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dask_gpurt.config import (
     CollectiveSettings,
-    DeviceSettings,
     MemorySettings,
     PlacementSettings,
     Settings,
@@ -39,7 +38,6 @@ DEFAULTS = Settings(
         device=0.6,
         replace_dask_cuda=False,
     ),
-    devices=DeviceSettings(shape_launches=False),
     collectives=CollectiveSettings(enabled=True, order="stock"),
     placement=PlacementSettings(enabled=True, policy="auto"),
     topology=TopologySettings(file="auto", text=None, probe="auto"),

@@ -13,7 +13,6 @@ import pytest
 from dask_gpurt import config
 from dask_gpurt.config import (
     CollectiveSettings,
-    DeviceSettings,
     MemorySettings,
     PlacementSettings,
     Settings,
@@ -67,7 +66,7 @@ def test_incomplete_section_gets_defaults(section):
     assert settings.shuffle.message_nbytes == 8 * MIB
 
 
-@pytest.mark.parametrize("section", [None, {"shuffle": None, "devices": None}])
+@pytest.mark.parametrize("section", [None, {"shuffle": None, "memory": None}])
 def test_empty_section_means_the_defaults(warnings, section):
     """A YAML file has `gpurt:` with all keys below it commented out."""
     with dask.config.set(gpurt=section):
@@ -316,7 +315,6 @@ def test_environment_variables_are_read(warnings):
         GPURT__MEMORY__DEVICE="2 GB",
         GPURT__SHUFFLE__DEVICE="1 GB",
         GPURT__MEMORY__REPLACE_DASK_CUDA="on",
-        GPURT__DEVICES__SHAPE_LAUNCHES="on",
     )
     with dask.config.set(gpurt=section):
         assert config.read() == replace(
@@ -325,7 +323,6 @@ def test_environment_variables_are_read(warnings):
             strict=True,
             shuffle=ShuffleSettings("auto", "auto", "auto", 0.5, 1e9, MIB, 2_000_000, False),
             memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, 2e9, True),
-            devices=DeviceSettings(shape_launches=True),
         )
     assert warnings() == []
 
@@ -377,7 +374,6 @@ def test_settings_survive_serialization():
         placement=PlacementSettings(False, "stock"),
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),
-        devices=DeviceSettings(shape_launches=True),
         collectives=CollectiveSettings(enabled=False, order="any"),
     )
     plain = settings.to_plain()
@@ -400,7 +396,6 @@ def test_settings_survive_serialization():
         "memory.compressed_nbytes": None,
         "memory.device": 2e9,
         "memory.replace_dask_cuda": False,
-        "devices.shape_launches": True,
         "placement.enabled": False,
         "placement.policy": "stock",
         "collectives.enabled": False,

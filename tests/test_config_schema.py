@@ -66,7 +66,6 @@ def test_every_setting_is_read():
         "memory.compressed": "1 GiB",
         "memory.device": 0.5,
         "memory.replace-dask-cuda": True,
-        "devices.shape-launches": True,
         "placement.enabled": False,
         "placement.policy": "stock",
         "collectives.enabled": False,

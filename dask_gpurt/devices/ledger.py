@@ -1,7 +1,7 @@
 """A ledger of copies and computations, and a measure of how much of them overlapped.
 
 An entry is one piece of work of one lane: a copy, a pack, a write to disk, a kernel. The ledger
-keeps the newest entries, and sums over all entries. `overlap` turns entries into a number. It is 0
+keeps the newest entries. `overlap` turns entries into a number. It is 0
 if the lanes worked one after the other, and 1 if the total time is that of the busiest lane.
 """
 
@@ -63,21 +63,13 @@ class LedgerEntry(NamedTuple):
     encoded_nbytes: int = 0
 
 
-class Sum(NamedTuple):
-    """Totals over all entries of one lane and path."""
-
-    n: int
-    nbytes: int
-    busy_s: float
-
-
 class Ledger:
-    """The newest entries, and sums over all. Safe to use from any thread.
+    """The newest entries. Safe to use from any thread.
 
     Parameters
     ----------
     capacity
-        Number of entries to keep. Older entries count only in the sums.
+        Number of entries to keep.
     clock
         Returns seconds since any fixed point.
     """
@@ -88,15 +80,10 @@ class Ledger:
         self.recorder: Callable[[LedgerEntry], None] | None = None
         self._lock = threading.Lock()
         self._entries: deque[LedgerEntry] = deque(maxlen=capacity)
-        self._sums: dict[tuple[str, str], Sum] = {}
 
     def add(self, entry: LedgerEntry) -> None:
-        busy_s = entry.end_s - entry.start_s
-        key = entry.lane, entry.path
         with self._lock:
             self._entries.append(entry)
-            n, nbytes, seconds = self._sums.get(key, (0, 0, 0.0))
-            self._sums[key] = Sum(n + 1, nbytes + entry.nbytes, seconds + busy_s)
         if (recorder := self.recorder) is not None:
             recorder(entry)
 
@@ -117,11 +104,6 @@ class Ledger:
         """Return the newest entries, in the order in which they ended."""
         with self._lock:
             return list(self._entries)
-
-    def sums(self) -> dict[tuple[str, str], Sum]:
-        """Return the totals by lane and path since the start."""
-        with self._lock:
-            return dict(self._sums)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ here for nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,10 +36,8 @@ from dask_gpurt.frames.flat.values import Flat
 _PIECE_NBYTES = 1 << 20
 #: Length of the sample, from the middle of each buffer, that predicts how well a value compresses.
 _SAMPLE_NBYTES = 64 << 10
-
-#: Allocates memory for a buffer that is read back.
-Empty = Callable[[int], Bytes]
-
+#: A value is refused if its compressed length is more than this share of its length.
+_MOST_SHARE = 0.8
 
 P = TypeVar("P")
 
@@ -47,8 +45,7 @@ P = TypeVar("P")
 class _HostTier(Generic[P]):
     """The places and the byte count that tiers in host memory have in common."""
 
-    def __init__(self, empty: Empty) -> None:
-        self._empty = empty
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: set[P] = set()
         self._used_nbytes = 0
@@ -56,7 +53,7 @@ class _HostTier(Generic[P]):
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes kept, and bytes reserved for values that are being put."""
+        """Bytes of values that are here; with compression, also bytes reserved for others."""
         with self._lock:
             return self._used_nbytes
 
@@ -102,17 +99,12 @@ class PinnedTier(_HostTier[PinnedPlace]):
 
     Buffers on a device are copied from there into the blocks, and back from the blocks (`lent`).
     A detour through other host memory would cost a second copy.
-
-    Parameters
-    ----------
-    empty
-        Allocates the memory of values that are read back.
     """
 
     name = "pinned"
 
-    def __init__(self, pool: PinnedPool, empty: Empty = plain) -> None:
-        super().__init__(empty)
+    def __init__(self, pool: PinnedPool) -> None:
+        super().__init__()
         self._pool = pool
 
     @property
@@ -207,7 +199,7 @@ class PinnedTier(_HostTier[PinnedPlace]):
         return [0, *accumulate(place.lengths)][:-1]
 
     def _copied(self, place: PinnedPlace, start: int, length: int) -> Bytes:
-        out = self._empty(length)
+        out = plain(length)
         place.blocks.read(start, out)
         return out
 
@@ -280,21 +272,14 @@ class CompressedTier(_HostTier[CompressedPlace]):
         Most compressed bytes it keeps.
     coder
         `lz4` or `zstd`, of `codecs.coders`.
-    max_share
-        The tier refuses a value whose compressed length is more than this share of its length.
-    empty
-        Allocates the memory of values that are read back.
     """
 
     name = "compressed"
 
-    def __init__(
-        self, capacity_nbytes: int, coder: str = "lz4", max_share: float = 0.8, empty: Empty = plain
-    ) -> None:
-        super().__init__(empty)
+    def __init__(self, capacity_nbytes: int, coder: str = "lz4") -> None:
+        super().__init__()
         self.capacity_nbytes = capacity_nbytes
         self._coder = coder
-        self._max_share = max_share
 
     def put(self, flat: Flat) -> CompressedPlace:
         """Compress a value.
@@ -307,7 +292,7 @@ class CompressedTier(_HostTier[CompressedPlace]):
             The value does not shrink enough to be worth it, or is larger than the whole tier.
         """
         # Refused, not full: a full tier is blocked, and smaller values would have to wait.
-        most_nbytes = min(int(flat.nbytes * self._max_share), self.capacity_nbytes)
+        most_nbytes = min(int(flat.nbytes * _MOST_SHARE), self.capacity_nbytes)
         expected_nbytes = self._expected(flat)
         if expected_nbytes > most_nbytes:
             raise ValueRefusedError(f"{flat.nbytes} bytes would be {expected_nbytes} compressed")
@@ -387,7 +372,7 @@ class CompressedTier(_HostTier[CompressedPlace]):
             raise KeyError("this value was dropped")
         buffers = []
         for pieces in kept:
-            out = self._empty(sum(piece.raw_nbytes for piece in pieces))
+            out = plain(sum(piece.raw_nbytes for piece in pieces))
             start = 0
             for piece in pieces:
                 target = out[start : start + piece.raw_nbytes]

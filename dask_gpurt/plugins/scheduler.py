@@ -117,7 +117,7 @@ class GpurtScheduler(SchedulerPlugin):
         #: Identifies this activation, to which all counts here belong.
         self.activation = uuid4().hex
         self.is_active = False
-        self.inactive_reason: str | None = self._unusable()
+        self.inactive_reason: str | None = self._why_unusable()
         self.ready: set[str] = set()
         self.not_ready: dict[str, str] = {}
         self.runs: Counter[str] = Counter()
@@ -180,7 +180,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._registering_workers.add_done_callback(_log_failure)
         await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
 
-    def _unusable(self) -> str | None:
+    def _why_unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
 
     async def configure(self, settings: dict[str, Any], version: str) -> str | None:
@@ -469,7 +469,7 @@ class GpurtScheduler(SchedulerPlugin):
             "active": self.is_active,
             "activation": self.activation,
             "reason": self.inactive_reason,
-            "unusable": self._unusable(),
+            "unusable": self._why_unusable(),
             "version": dask_gpurt.__version__,
             "host": socket.gethostname(),
             "strict": self.settings.strict,

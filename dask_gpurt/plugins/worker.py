@@ -97,7 +97,7 @@ class WorkerRuntime:
         self.counters = Counters()
         self.ledger = new_ledger(worker)
         self._worker = worker
-        self._budget: Budget | None = None
+        self._budget = Budget(0)
         self.memory_nbytes = memory_nbytes = self._memory_limit_nbytes()
         self.pool = HostPool(int(KEEP_SHARE * memory_nbytes))
         self.links = Links(worker, int(KEEP_SHARE * memory_nbytes), self.ledger)
@@ -144,12 +144,10 @@ class WorkerRuntime:
 
     @property
     def limit_nbytes(self) -> int:
-        return self._budget.limit_nbytes if self._budget is not None else 0
+        return self._budget.limit_nbytes
 
     def budget(self, settings: ShuffleSettings) -> Budget:
         """Return the budget shared by all runs of this worker."""
-        if self._budget is None:
-            self._budget = Budget(0)
         self._budget.most_nbytes = settings.memory_nbytes(self._memory_limit_nbytes())
         return self._budget
 
@@ -165,24 +163,22 @@ class WorkerRuntime:
         """
         self.pool.trim()
         self.links.outgoing.trim()
-        if self._budget is not None:
-            self._budget.lower_limit(over_nbytes)
-            for run in tuple(self._runs):
-                run.make_room()
+        self._budget.lower_limit(over_nbytes)
+        for run in tuple(self._runs):
+            run.make_room()
 
     def relax_budget(self) -> None:
         """Relax the budget by a step: the process has memory again."""
-        if self._budget is not None:
-            self._budget.raise_limit(self._budget.most_nbytes // 20)
+        self._budget.raise_limit(self._budget.most_nbytes // 20)
 
     def shards_nbytes(self) -> int:
         """Return the memory of shards on this worker, outgoing messages included."""
-        kept_nbytes = self._budget.used_nbytes if self._budget is not None else 0
+        kept_nbytes = self._budget.used_nbytes
         return kept_nbytes + self.links.outgoing.used_nbytes
 
     def shards_on_disk_nbytes(self) -> int:
         """Return the bytes of this worker's shards on disk."""
-        return self._budget.on_disk_nbytes if self._budget is not None else 0
+        return self._budget.on_disk_nbytes
 
     def _memory_limit_nbytes(self) -> int:
         limit = self._worker.memory_manager.memory_limit

@@ -39,12 +39,12 @@ CountPieces = Callable[[Shard], int]
 
 def count_slots(shard: Shard) -> int:
     """Return the number of pieces of a shard whose rows of a slot belong together."""
-    return shard.unread
+    return shard.n_unreleased
 
 
 def count_runs(shard: Shard) -> int:
     """Return the number of pieces of a shard if rows of other shards belong between its runs."""
-    return shard.unread if shard.origins is None else len(shard.origins.slot)
+    return shard.n_unreleased if shard.origins is None else len(shard.origins.slot)
 
 
 def has_small_pieces(shard: Shard, n_pieces: CountPieces) -> bool:

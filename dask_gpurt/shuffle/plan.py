@@ -28,7 +28,7 @@ from dask_gpurt.transport.wire import Runs
 #: partition was read. Larger ones cost less bookkeeping.
 SHARD_TARGET_NBYTES = 1 << 20
 #: A number of readers that no slot ever has: the slot is never released.
-_ANY_NUMBER = 1 << 62
+_NEVER_RELEASED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class ExchangePlan:
     read_order
         Partitions in the order in which tasks will read them, each once for every task that reads
         it. Unlisted ones come last.
-    keeps_read
+    keeps_outputs
         Whether to keep partitions that all tasks of `read_order` have read: later tasks may come.
     """
 
     worker_for: Mapping[Any, str]
     read_order: Sequence[Any] = ()
-    keeps_read: bool = False
+    keeps_outputs: bool = False
 
     @cached_property
     def workers(self) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ class ExchangePlan:
     @cached_property
     def readers_of_slot(self) -> dict[int, int]:
         """Number of tasks that may read a slot, for slots with more than one reader."""
-        if self.keeps_read:
-            return dict.fromkeys(range(self.n_slots), _ANY_NUMBER)
+        if self.keeps_outputs:
+            return dict.fromkeys(range(self.n_slots), _NEVER_RELEASED)
         readers = Counter(self.read_order)
         return {self.slot_of[p]: n for p, n in readers.items() if n > 1 and p in self.slot_of}
 

@@ -50,7 +50,7 @@ class Shard:
         As in `wire.ShardHeader`. A merged shard has the least of its sources.
     origins
         None if all rows have one source.
-    unread
+    n_unreleased
         Number of output partitions that have rows here and are not released yet.
     """
 
@@ -70,11 +70,11 @@ class Shard:
     sections: tuple[int, int] = (0, 0)
     nbytes: int = 0
     n_rows: int = field(init=False)
-    unread: int = field(init=False)
+    n_unreleased: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.n_rows = int(self.rows_per_slot.sum(dtype=np.int64))
-        self.unread = int(np.count_nonzero(self.rows_per_slot))
+        self.n_unreleased = int(np.count_nonzero(self.rows_per_slot))
         if self.body is not None:
             self.nbytes = self.body.nbytes
         elif self.packed is not None:

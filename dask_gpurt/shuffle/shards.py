@@ -241,7 +241,7 @@ class ShardStore:
         packed = on_host(packed)
         extent = file.append(packed.buffer)
         with self._lock:
-            if not shard.unread or self._closed:
+            if not shard.n_unreleased or self._closed:
                 return
             file.keep()
             shard.on_disk = (file, extent)
@@ -339,7 +339,7 @@ class ShardStore:
                         if shard.on_disk is not None:
                             files.append(shard.on_disk[0])
                         self._drop(shard)
-                        shard.unread = 0
+                        shard.n_unreleased = 0
                         del self._shards[shard]
                     for shard in made:
                         self._shards[shard] = None
@@ -397,7 +397,7 @@ class ShardStore:
             packed = self._read(shard, on_disk)
         body = self._adapter.unpack(shard.layout_key, packed)
         with self._lock:
-            if shard.body is None and shard.unread and not self._closed:
+            if shard.body is None and shard.n_unreleased and not self._closed:
                 # The body's arrays are views of the packed buffer, so one of the two is enough. A
                 # body with objects takes more memory than the buffer did.
                 self._resident(body.nbytes - (shard.nbytes if shard.packed is not None else 0))
@@ -412,7 +412,7 @@ class ShardStore:
             file.read_into(buffer, extent)
         except OSError as error:
             failure = error
-        if self._closed or not shard.unread:
+        if self._closed or not shard.n_unreleased:
             # The file was closed meanwhile; its descriptor may belong to another file now.
             raise PartitionReleasedError("the shard was released while it was read") from failure
         if isinstance(failure, ShardStorageError):
@@ -447,8 +447,8 @@ class ShardStore:
             shards, index = self._sealed
             for number in set(index.rows_of(slot)[0]):
                 shard = shards[number]
-                shard.unread -= 1
-                if not shard.unread:
+                shard.n_unreleased -= 1
+                if not shard.n_unreleased:
                     if shard.on_disk is not None:
                         files.append(shard.on_disk[0])
                     self._drop(shard)

@@ -266,7 +266,7 @@ async def test_runtime_can_be_enabled_during_disable(c, s, a, b):
     assert "gpurt" in a.plugins and "gpurt" in b.plugins
 
 
-@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
+@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "16 GiB"})
 async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
     await dask_gpurt.enable(c)
     with (
@@ -277,7 +277,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         # This changes nothing.
         await dask_gpurt.enable(c)
     assert logged.getvalue().count("the 1 that run keep theirs") == 1
-    async with Worker(s.address, nthreads=1, memory_limit="1 GiB") as b:
+    async with Worker(s.address, nthreads=1, memory_limit="16 GiB") as b:
         await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=60)
         reports = (await dask_gpurt.status(c))["workers"]
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}

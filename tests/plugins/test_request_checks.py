@@ -113,7 +113,6 @@ WRONG_SETTINGS = [
     changed("memory.directory", 3),
     changed("memory.disk_limit_nbytes", -5),
     changed("memory.device", []),
-    changed("devices.shape_launches", 7),
     changed("placement.policy", None),
     changed("topology.probe", "always"),
     changed("topology.text", 5),
@@ -231,7 +230,7 @@ async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
     assert plugin.runs["gpurt"] == 1
 
 
-@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "1 GiB"})
+@gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "16 GiB"})
 async def test_wrong_calls_of_a_worker_change_nothing(c, s, a):
     await dask_gpurt.enable(c)
     wrong = [

@@ -26,7 +26,7 @@ from tests.shuffle.shard_rig import (
 def test_a_shard_knows_its_rows():
     shard = make_shard(3, 4, [2, 0, 1])
     assert (shard.first_slot, shard.end_slot, shard.n_rows) == (4, 7, 3)
-    assert shard.unread == 2
+    assert shard.n_unreleased == 2
     assert shard.nbytes == 3 * ROW_NBYTES
 
 

@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -323,8 +322,3 @@ class Tenant:
             with contextlib.suppress(KeyError):
                 pool, lane = self._lanes.pop()
                 pool.close_lane(lane)
-
-
-def pool_report(pool: HostPool) -> dict[str, Any]:
-    """Return the memory figures of a pool for `status`."""
-    return {"used_nbytes": pool.used_nbytes, "idle_nbytes": pool.idle_nbytes}

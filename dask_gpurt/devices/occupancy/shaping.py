@@ -161,7 +161,7 @@ class LaunchHook:
     driver
         Makes the launches.
     enabled
-        If False, `shaped` changes nothing. From the setting `gpurt.devices.shape-launches`.
+        If False, `shaped` changes nothing.
 
     Attributes
     ----------

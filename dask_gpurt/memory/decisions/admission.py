@@ -174,13 +174,14 @@ class Admission:
             level = self._residency.levels[top_level]
             if not nbytes or not level.shortage_nbytes(nbytes + level.leaving_nbytes):
                 continue
-            spare = frozenset(value.key for value in claim.values)
-            self._residency.make_room(top_level, nbytes, spare=spare)
+            inputs = frozenset(value.key for value in claim.values)
+            self._residency.make_room(top_level, nbytes, keep=inputs)
             # A write in flight has not freed its room yet.
             fits &= not level.shortage_nbytes(nbytes + level.leaving_nbytes)
-        is_running = len(self.running) > len(self._waiting_on_others)
-        is_stalled = not is_running and not self._residency.is_writing
-        if not fits and (is_stalled or self._is_forced):
+        # A task whose inputs are still read will run soon, so it counts as running here.
+        others_run = len(self.running) > len(self._waiting_on_others)
+        nothing_frees = not others_run and not self._residency.is_writing
+        if not fits and (nothing_frees or self._is_forced):
             self._is_forced = False
             self.overcommitted += 1
             return True

@@ -12,16 +12,7 @@ worker knows much of its future: `memory.decisions.foresight` predicts when a va
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any, NamedTuple, Protocol
-
-
-class Role(Enum):
-    """The reason why a value is held."""
-
-    OUTPUT = "output"
-    #: A piece of a shuffle's input. A task after the barrier uses it exactly once.
-    SHARD = "shard"
 
 
 class EvictionCandidate(NamedTuple):
@@ -41,8 +32,6 @@ class EvictionCandidate(NamedTuple):
         Whether a tier below has a valid copy, so that the eviction writes nothing.
     made
         Count of values when this one arrived: the larger, the later.
-    role
-        Why the value is held.
     """
 
     nbytes: int
@@ -50,7 +39,6 @@ class EvictionCandidate(NamedTuple):
     last_used: int
     is_clean: bool
     made: int
-    role: Role = Role.OUTPUT
 
 
 class EvictionPolicy(Protocol):
@@ -65,9 +53,9 @@ class EvictionPolicy(Protocol):
 
 
 class NextUse:
-    """The policy that evicts the value with the furthest next use, in three classes.
+    """The policy that evicts the value with the furthest next use, in two classes.
 
-    1. Outputs without a known use. Usually only a client holds them, and it may never ask again.
+    1. Values without a known use. Usually only a client holds them, and it may never ask again.
 
        - Clean ones go first, the most recently used before others. They were read back for a scan,
          and the next scan reaches them last.
@@ -76,20 +64,19 @@ class NextUse:
          recent first here too would move twice the bytes where each step makes new data from old.
 
        These two rules do not affect a scan that is already submitted. Its uses are known, so its
-       values are in class 3 until the scan has passed them.
-    2. Shards whose unpack task is not known yet: that task comes after all known ones.
-    3. Values with a known use, the furthest first.
+       values are in class 2 until the scan has passed them.
+    2. Values with a known use, the furthest first.
     """
 
     name = "next-use"
 
     def rank(self, candidate: EvictionCandidate) -> tuple[Any, ...]:
-        _, next_use, last_used, is_clean, made, role = candidate
+        _, next_use, last_used, is_clean, made = candidate
         if next_use is not None:
             return (0, next_use, is_clean, -last_used)
         # The second element is compared only within one class, so its type may differ.
         recency = last_used if is_clean else -made
-        return (2 if role is Role.OUTPUT else 1, is_clean, recency)
+        return (1, is_clean, recency)
 
 
 class LeastRecentlyUsed:

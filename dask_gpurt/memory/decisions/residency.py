@@ -279,7 +279,7 @@ class Residency:
         want_nbytes: int = 0,
         *,
         mark: float = 1.0,
-        spare: frozenset[Hashable] = frozenset(),
+        keep: frozenset[Hashable] = frozenset(),
         later_than: Priority | None = None,
     ) -> None:
         """Decide what to evict from a level so that `want_nbytes` more fit, as far as possible.
@@ -288,7 +288,7 @@ class Residency:
         ----------
         mark
             Share of the capacity to stay under.
-        spare
+        keep
             Keys that must stay.
         later_than
             Evict only values whose next use is after this.
@@ -297,7 +297,7 @@ class Residency:
         if not level.shortage_nbytes(want_nbytes, mark):
             return
         n_passed = 0
-        for value in self._victims(number, spare):
+        for value in self._victims(number, keep):
             # Only dirty values are evicted before their room is needed, because that takes a write.
             # A clean value can be evicted the moment its room is needed, and may be used before.
             if len(value.copies) > 1 and not level.shortage_nbytes(want_nbytes):
@@ -371,7 +371,7 @@ class Residency:
     def _is_stuck(self, value: Value) -> bool:
         return len(value.copies) == 1 and value.refused.issuperset(self.chains[value.top_level])
 
-    def _victims(self, number: int, spare: frozenset[Hashable]) -> Iterator[Value]:
+    def _victims(self, number: int, keep: frozenset[Hashable]) -> Iterator[Value]:
         """Yield the values to evict from a level, the best one first.
 
         If no tier below takes any value, only clean ones can leave. To look at all others each
@@ -381,7 +381,7 @@ class Residency:
             clean = self.levels[number].clean.values()
             ranked = sorted(clean, key=lambda one: (one.nbytes >= SMALL_NBYTES, self._rank(one)))
             for value in reversed(ranked):
-                if value.key not in spare and self._may_leave(value, number):
+                if value.key not in keep and self._may_leave(value, number):
                     yield value
             return
         for order in self._orders[number]:
@@ -395,7 +395,7 @@ class Residency:
                     if value in seen:  # it was evicted and loaded again
                         continue
                     seen[value] = None
-                    if value.key not in spare and self._may_leave(value, number):
+                    if value.key not in keep and self._may_leave(value, number):
                         yield value
             finally:
                 order.ranked.extend(value for value in reversed(seen) if not self._is_stuck(value))

@@ -58,7 +58,7 @@ class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
 
     settings: ShuffleSettings
     read_order: tuple[Index, ...]
-    keeps_read: bool = False
+    keeps_outputs: bool = False
 
     @classmethod
     def replacing(
@@ -66,7 +66,7 @@ class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
         stock: ArrayRechunkSpec,
         settings: ShuffleSettings,
         read_order: Sequence[Index] = (),
-        keeps_read: bool = False,
+        keeps_outputs: bool = False,
     ) -> ArraySpec:
         return cls(
             id=stock.id,
@@ -75,7 +75,7 @@ class ArraySpec(SpecPickledOnce, ArrayRechunkSpec):
             old=stock.old,
             settings=settings,
             read_order=tuple(read_order),
-            keeps_read=keeps_read,
+            keeps_outputs=keeps_outputs,
         )
 
     def pick_worker(self, partition: Index, workers: Sequence[str]) -> str:
@@ -118,7 +118,7 @@ class ArrayRun(ExchangeRun):
             sizeof=safe_sizeof,
             pickling=Pickling(dumps, loads),
         )
-        plan = ExchangePlan(worker_for, spec.read_order, spec.keeps_read)
+        plan = ExchangePlan(worker_for, spec.read_order, spec.keeps_outputs)
         super().__init__(spec, spec.settings, ARRAY, self._arrays, run_id, span_id, plan, plugin)
 
     def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:

@@ -63,7 +63,7 @@ class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
     settings: ShuffleSettings
     rows: tuple[int, ...]
     read_order: tuple[int, ...]
-    keeps_read: bool = False
+    keeps_outputs: bool = False
 
     @classmethod
     def replacing(
@@ -73,7 +73,7 @@ class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
         settings: ShuffleSettings,
         rows: Sequence[int] | None = None,
         read_order: Sequence[int] = (),
-        keeps_read: bool = False,
+        keeps_outputs: bool = False,
     ) -> FrameSpec:
         return cls(
             id=stock.id,
@@ -87,7 +87,7 @@ class FrameSpec(SpecPickledOnce, DataFrameShuffleSpec):
             settings=settings,
             rows=_padded(rows or (), stock.npartitions),
             read_order=tuple(read_order),
-            keeps_read=keeps_read,
+            keeps_outputs=keeps_outputs,
         )
 
     def pick_worker(self, partition: int, workers: Sequence[str]) -> str:
@@ -243,7 +243,7 @@ class FrameRun(ExchangeRun):
             self._frames,
             run_id,
             span_id,
-            ExchangePlan(worker_for, spec.read_order, spec.keeps_read),
+            ExchangePlan(worker_for, spec.read_order, spec.keeps_outputs),
             plugin,
         )
 

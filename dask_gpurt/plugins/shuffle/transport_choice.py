@@ -99,13 +99,15 @@ class Links(Arrivals):
         #: All that was sent to peers, for Prometheus.
         self.sent = SentTotals()
         #: Pool of the memory in which outgoing shards are assembled.
-        self.outgoing = HostPool(keep_nbytes)
+        self.outgoing: HostPool
         try:
             memory = SharedPages()
             self._lender = Lender(memory)
-            self.outgoing = HostPool(keep_nbytes, source=memory)
         except OSError as error:
             self._no_memory = f"no files in memory here ({error.strerror})"
+            self.outgoing = HostPool(keep_nbytes)
+        else:
+            self.outgoing = HostPool(keep_nbytes, source=memory)
 
     @property
     def onward(self) -> PeerConnections:

@@ -7,7 +7,6 @@ import random
 import numpy as np
 
 from dask_gpurt.devices.host_memory.pages import PAGE_NBYTES
-from dask_gpurt.devices.host_memory.pool import pool_report
 
 PATIENCE_S = 20.0
 HALF = PAGE_NBYTES // 2
@@ -20,8 +19,7 @@ def address_of(buffer):
 
 def pages_of(pool):
     """Return the numbers of used and idle pages."""
-    report = pool_report(pool)
-    return report["used_nbytes"] / PAGE_NBYTES, report["idle_nbytes"] / PAGE_NBYTES
+    return pool.used_nbytes / PAGE_NBYTES, pool.idle_nbytes / PAGE_NBYTES
 
 
 class Walk:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.decisions.eviction_policy import POLICIES, EvictionCandidate, Role
+from dask_gpurt.memory.decisions.eviction_policy import POLICIES, EvictionCandidate
 
 
 def candidate(
-    next_use=None, *, nbytes=100, last_used=0, is_clean=False, made=0, role=Role.OUTPUT
+    next_use=None, *, nbytes=100, last_used=0, is_clean=False, made=0
 ) -> EvictionCandidate:
-    return EvictionCandidate(nbytes, next_use, last_used, is_clean, made, role)
+    return EvictionCandidate(nbytes, next_use, last_used, is_clean, made)
 
 
 def eviction_order(policy: str, **candidates: EvictionCandidate) -> str:
@@ -62,17 +62,6 @@ def test_clean_value_leaves_before_a_dirty_one_of_the_same_use():
     assert order == "clean dirty"
 
 
-def test_shards_leave_after_unused_and_before_sooner_values():
-    order = eviction_order(
-        "next-use",
-        held_by_client=candidate(),
-        shard=candidate(role=Role.SHARD),
-        queued_shard=candidate((0, 0, 5), role=Role.SHARD),
-        queued=candidate((0, 0, 9)),
-    )
-    assert order == "held_by_client shard queued queued_shard"
-
-
 def test_lru_ranks_by_the_last_use_only():
     order = eviction_order(
         "lru",
@@ -108,7 +97,6 @@ candidates = st.builds(
     st.integers(0, 5),
     st.booleans(),
     st.integers(0, 5),
-    st.sampled_from(Role),
 )
 
 

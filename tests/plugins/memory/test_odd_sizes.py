@@ -31,7 +31,8 @@ def test_odd_sizes_are_taken_as_stock_dask_takes_them(size):
     @gen_cluster(
         client=True,
         nthreads=[("127.0.0.1", 1)] * 2,
-        worker_kwargs={"memory_limit": "1 GiB"},
+        # Both workers are in this process: with less, they may pause for what other tests left.
+        worker_kwargs={"memory_limit": "16 GiB"},
         config={"gpurt.enabled": True},
     )
     async def scenario(client, scheduler, here, there):
