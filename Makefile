@@ -1,6 +1,7 @@
 # Everything runs in virtual environments of its own, in this folder.
 #   make demo    stock Dask against the runtime, on real data, in about five minutes
 #   make test    the test suite, against both supported ends of dask and distributed
+#   make test-floor    some tests with the lowest versions of pandas, NumPy and pyarrow
 #   make test-standins    the tests of GPUs, on a stand-in for AMD's driver over host memory
 #   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
 #   make test-dask    Dask's own tests of arrays and dataframes, on a cluster with the runtime
@@ -14,10 +15,13 @@
 PYTHON ?= python3
 OLDEST := 2026.7.1
 NEWEST := 2026.8.0
+# The lowest versions of setup.cfg. Python 3.13 and later have no wheels of them.
+FLOOR := pandas==2.3.0 numpy==2.0.0 pyarrow==16.0.0
 CUPY_ROCM := 14.2.0
 TORCH := 2.13.0+cpu
 VENV := .venv
 VENV_NEWEST := .venv-newest
+VENV_FLOOR := .venv-floor
 VENV_THIRDPARTY := .venv-thirdparty
 VENV_OTHER := .venv-other
 VENV_DOCS := .venv-docs
@@ -49,19 +53,22 @@ NEWEST_PYTHON := $(shell \
     done)
 endif
 
+HAS_FLOOR := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info < (3, 13) else "")')
+
 comma := ,
 
 .PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask \
-    test-thirdparty check docs coverage bench clean
+    test-thirdparty test-floor check docs coverage bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
 
-test: test-oldest test-newest test-standins
+test: test-oldest test-newest $(if $(HAS_FLOOR),test-floor) test-standins
 
 # All that `make check` and `make test` need. `make -j3 environments` makes them side by side.
 environments: $(VENV)/installed $(VENV_NEWEST)/installed $(VENV_DOCS)/installed \
-    $(VENV_HIP)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
+    $(VENV_HIP)/installed $(if $(HAS_FLOOR),$(VENV_FLOOR)/installed) \
+    $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 
 # Of the programs on top of other packages, this runs those whose packages are small. All of them have
 # a target of their own, `test-thirdparty`.
@@ -75,6 +82,12 @@ test-oldest: $(VENV)/installed $(if $(OTHER_PYTHON),$(VENV_OTHER)/installed)
 test-newest: $(VENV_NEWEST)/installed
 	$(VENV_NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" \
 	    tests/plugins tests/integration tests/simulate
+
+# With the lowest versions that setup.cfg allows, this runs the tests that depend on them most.
+test-floor: $(VENV_FLOOR)/installed
+	$(VENV_FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" \
+	    tests/frames tests/plugins/shuffle $(addprefix tests/integration/test_, dtypes.py rechunk.py \
+	    properties.py shapes.py own_classes.py transport.py dashboard_page.py)
 
 # The tests of GPUs, with CuPy for ROCm on a stand-in for AMD's driver (tests/standins/hip).
 test-standins: $(VENV_HIP)/installed
@@ -195,6 +208,12 @@ $(VENV_NEWEST)/installed: $(WHEEL)
 	$(call install,$(VENV_NEWEST),$(NEWEST),[test])
 	touch $@
 
+$(VENV_FLOOR)/installed: $(WHEEL)
+	$(call make_venv,$(VENV_FLOOR),$(PYTHON))
+	$(VENV_FLOOR)/bin/python -m pip install --quiet $(FLOOR)
+	$(call install,$(VENV_FLOOR),$(OLDEST),[test])
+	touch $@
+
 $(VENV_THIRDPARTY)/installed: $(WHEEL)
 	$(call make_venv,$(VENV_THIRDPARTY),$(PYTHON))
 	$(call install,$(VENV_THIRDPARTY),$(OLDEST),[test$(comma)thirdparty])
@@ -230,6 +249,6 @@ $(VENV_DOCS)/installed: setup.cfg pyproject.toml | $(WHEEL)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) $(VENV_HIP) \
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_THIRDPARTY) $(VENV_OTHER) $(VENV_DOCS) $(VENV_HIP) $(VENV_FLOOR) \
 	    $(VENV_PEERS) \
 	    build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache docs/_build htmlcov .coverage

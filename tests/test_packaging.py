@@ -9,6 +9,7 @@ import re
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import TESTED
@@ -43,6 +44,16 @@ def test_the_makefile_tests_versions_that_are_allowed(setup):
     for requirement in map(Requirement, lines(setup["options"]["install_requires"])):
         if requirement.name in ("dask", "distributed"):
             assert all(end in requirement.specifier for end in ends)
+
+
+def test_the_makefile_tests_the_lowest_versions(setup):
+    makefile = (ROOT / "Makefile").read_text()
+    (floor,) = re.findall(r"^FLOOR := (.+)$", makefile, re.MULTILINE)
+    requirements = map(Requirement, lines(setup["options"]["install_requires"]))
+    wanted = {one.name: str(one.specifier).removeprefix(">=") for one in requirements}
+    tested = dict(one.split("==") for one in floor.split())
+    for name in ("pandas", "numpy", "pyarrow"):
+        assert Version(tested[name]) == Version(wanted[name])
 
 
 def test_ci_runs_the_oldest_and_the_newest_python(setup):

@@ -30,6 +30,7 @@ def partition_sizes(numbers: Any) -> list[int] | None:
     dtype = getattr(values, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "iu":
         return None
+    numbers = values[values >= 0].astype(np.intp, copy=False)  # NumPy before 2.1 counts no others
     # NumPy passes an array of a device to its own library.
-    counts: list[int] = np.bincount(values[values >= 0]).tolist()
+    counts: list[int] = np.bincount(numbers).tolist()
     return counts

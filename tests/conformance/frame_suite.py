@@ -97,7 +97,7 @@ class FrameSuite:
             mine = [shards[slot] for shards in bodies]
             halves = [Piece(b, n // 3, n - n // 4) for b, n in mine]
             expected = [
-                self.rows_of(frame, slot)[n // 3 : n - n // 4]
+                self.rows_of(frame, slot).iloc[n // 3 : n - n // 4]
                 for frame, (_, n) in zip(frames, mine, strict=True)
             ]
             self.assert_equal(adapter.concatenate(halves), self.joined(expected))
@@ -180,7 +180,9 @@ class FrameSuite:
             assert len(set(names[-1])) == len(names[-1])
         # A receiver that has only the layout's key gets the same sections.
         assert self.adapter(frame).sections(opened.layout_key, packed) == sections
-        assert names[0] == names[1]
+        # Padding depends on the number of bytes.
+        first, second = ([n for n in found if not n.startswith("padding")] for found in names)
+        assert first == second
 
     def test_concatenating_no_pieces_gives_an_empty_frame(self):
         frame = self.frame(10, 4)

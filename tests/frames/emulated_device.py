@@ -199,6 +199,8 @@ class EmulatedTables:
                 at = add(buffers[1], rows * 16)
                 scale = -kind.scale
                 return DeviceColumn("DECIMAL128", rows, missing, at, rows * 16, mask, scale)
+            if pa.types.is_null(kind):  # an empty column of objects, before pandas 3
+                return DeviceColumn("STRING", rows)
             nbytes = rows * kind.bit_width // 8
             at = add(buffers[1], nbytes)
             return DeviceColumn(_NAMES[kind], rows, missing, at, nbytes, mask)

@@ -177,7 +177,8 @@ def test_categories_keep_the_types_of_their_objects(labels):
 
 def test_equal_categories_of_another_type_are_sent():
     numbers = pd.CategoricalDtype(pd.Index([1, 2], dtype=object))
-    taken = decompose(pd.Categorical(column(list(Level))), numbers, DASKS)
+    levels = pd.Categorical.from_codes([0, 1], pd.Index(list(Level), dtype=object))
+    taken = decompose(levels, numbers, DASKS)
     dtype = pd.CategoricalDtype(Categories(DASKS).of(taken.layout, numbers))
     (codes,) = taken.parts
     assert not isinstance(codes, RowCounts)
@@ -191,7 +192,8 @@ def test_categories_are_read_once_a_run():
         read.append(data)
         return loads(data, **options)
 
-    layout = decompose(pd.Categorical(column(list(Level))), pickling=DASKS).layout
+    levels = pd.Categorical.from_codes([0, 1], pd.Index(list(Level), dtype=object))
+    layout = decompose(levels, pickling=DASKS).layout
     categories = Categories(Pickling(dumps, noted))
     assert categories.of(layout, None) is categories.of(layout, None)
     assert len(read) == 1

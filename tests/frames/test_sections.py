@@ -60,7 +60,8 @@ def test_columns_of_the_same_name_are_distinguished():
 
 def test_string_offsets_and_bytes_are_separate_sections():
     words = ["alpha", "be", "", "delta"] * 50
-    frame = pd.DataFrame({"slot": 0, "arrow": words, "more": pd.array(words[::-1], dtype="str")})
+    columns = {"arrow": words, "more": words[::-1]}
+    frame = pd.DataFrame({"slot": 0, **columns}).astype(dict.fromkeys(columns, "string[pyarrow]"))
     shard, sections = sections_of(frame)
     found = {
         name: (shard.buffer[offset : offset + nbytes], itemsize)
@@ -114,7 +115,9 @@ def as_type(values, kind):
 
 
 def test_a_damaged_arrow_section_is_a_value_error():
-    adapter, key, shard = packed(pd.DataFrame({"slot": 0, "x": ["a", "b", "c"]}))
+    adapter, key, shard = packed(
+        pd.DataFrame({"slot": 0, "x": pd.array(["a", "b", "c"], "string[pyarrow]")})
+    )
     broken = shard.buffer.copy()
     broken[-shard.arrow_nbytes :] = 255
     with pytest.raises(ValueError, match="Arrow"):

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 
+import pandas as pd
 import pytest
 from distributed import wait
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
@@ -20,6 +21,8 @@ from tests.integration.memory_cluster import MANAGED_ALONE, MIB, block
 
 pytest.importorskip("bokeh", reason="stock has no dashboard without it")
 
+#: Its module has another name in pandas 2.
+FRAMES = f"{pd.DataFrame.__module__}.DataFrame"
 WITH_DASHBOARD = {"dashboard": True, "dashboard_address": ":0"}
 
 
@@ -69,7 +72,7 @@ async def drawn(s):
 async def test_a_shuffle_and_a_rechunk_are_shown(c, s, a, b):
     await dask_gpurt.enable(c)
     ends = {a.address, b.address}
-    for outputs, kind in ((shuffled, "pandas.DataFrame"), (rechunked, "array")):
+    for outputs, kind in ((shuffled, FRAMES), (rechunked, "array")):
         async with held(c, s, outputs(4), all_moved):
             counted = (await dask_gpurt.status(c))["shuffles"][-1]
             seen = await read_json(s)
@@ -95,7 +98,7 @@ async def test_a_shuffle_and_a_rechunk_are_shown(c, s, a, b):
         assert shuffle["label"] in sources["phases"]["shuffle"]
         assert "running" in texts["shuffles"]
     seen = await read_json(s)
-    assert [one["kind"] for one in seen["shuffles"]] == ["pandas.DataFrame", "array"]
+    assert [one["kind"] for one in seen["shuffles"]] == [FRAMES, "array"]
     await until_json(s, lambda seen: not any(one["is_open"] for one in seen["shuffles"]))
     await until_json(s, lambda seen: not any(one["tiers"]["shards"] for one in seen["workers"]))
 

@@ -30,7 +30,7 @@ ROWS = 40_000  # enough for shards that go through shared memory
 
 def frame(number):
     rng = np.random.default_rng(number)
-    names = pd.array(rng.choice(["a", "bb", "ccc"], ROWS), dtype="str")
+    names = pd.array(rng.choice(["a", "bb", "ccc"], ROWS), dtype="string[pyarrow]")
     return pd.DataFrame({"key": rng.integers(0, 1000, ROWS), "x": rng.random(ROWS), "name": names})
 
 

@@ -14,6 +14,7 @@ from tests.frames.flat.value_cases import (
     COLUMNS,
     FRAMES,
     INDEXES,
+    MAKES_BLOCKS,
     N,
     all_columns,
     assert_same,
@@ -66,6 +67,8 @@ def test_restored_frame_is_writable():
     assert got.iloc[0, 0] == 5.0
 
 
+needs_blocks = pytest.mark.skipif(not MAKES_BLOCKS, reason="pandas before 3 copies more")
+
 PLAIN = [
     *("numbers", "bool", "dates", "zone", "months", "category", "Int64"),
     *("text", "arrow integers", "arrow text", "arrow dictionary"),
@@ -76,6 +79,7 @@ PLAIN = [
 SLACK_NBYTES = 300_000
 
 
+@needs_blocks
 @pytest.mark.parametrize("name", PLAIN)
 def test_columns_and_frames_need_no_pickle_and_no_copy(name, monkeypatch):
     monkeypatch.setattr(values._Flattening, "pickled", forbidden)
@@ -98,6 +102,7 @@ def blocks_of(frame):
     return [np.asarray(block.values) for block in frame._mgr.blocks]
 
 
+@needs_blocks
 def test_frames_are_not_copied_for_any_block_order():
     rng = np.random.default_rng(0)
     rows_first = pd.DataFrame(rng.random((1000, 8)), copy=False)
