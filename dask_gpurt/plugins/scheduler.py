@@ -37,6 +37,7 @@ from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.placement.roots.fewer_tasks import FewerTasks
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
+from dask_gpurt.plugins.weak_handlers import Handler, weak_handler, weak_handlers
 from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
 from dask_gpurt.plugins.worker_report import most_entries
 
@@ -130,7 +131,9 @@ class GpurtScheduler(SchedulerPlugin):
         self.collectives: ClusterCollectives | None = None
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.ready)
-        scheduler.handlers["gpurt_status"] = self.status
+        # The extension keeps this plugin, which answers after `disable` too.
+        scheduler.extensions[NAME] = self
+        scheduler.handlers["gpurt_status"] = weak_handler(self.status)
         # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})
         try:
@@ -144,17 +147,10 @@ class GpurtScheduler(SchedulerPlugin):
             return
         self._start_placement()
         gatherer = Gatherer(scheduler, self.status, self.ready, self.tally)
-        self._handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_configure": self.configure,
-            "gpurt_counted": self.counted,
-            "gpurt_disable": self.disable,
-            "gpurt_explain": self.explain,
-            "gpurt_next_uses": self.next_uses,
-            "gpurt_overview": gatherer.fresh,
-            "gpurt_sketch": self.sketch,
-            "gpurt_topology": self.topology,
-            "gpurt_worker_ready": self.worker_ready,
-        }
+        methods: list[Handler] = [self.configure, self.counted, self.disable, self.explain]
+        methods += [self.next_uses, self.sketch, self.topology, self.worker_ready]
+        self._handlers = weak_handlers(*methods, prefix="gpurt_")
+        self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
         self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
         self._replaced: list[Any] = [

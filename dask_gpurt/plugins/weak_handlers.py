@@ -1,9 +1,8 @@
 """Handlers that do not keep their owner alive.
 
 Dask caches each handler that it ever called (`functools.cache` on `distributed.core`), and a bound
-method refers to its owner. A process may start many workers in turn, and each would stay in memory.
-`worker` registers all handlers of a worker this way. Those of the scheduler are left as they are,
-since stock's own keep it.
+method refers to its owner. A process may start many workers in turn, and a scheduler may be traced
+each day. Each worker and each trace would stay in memory.
 """
 
 from __future__ import annotations
@@ -15,8 +14,16 @@ from weakref import WeakMethod
 
 from dask_gpurt.errors import TransportError
 
+#: A handler of distributed: a coroutine function.
+Handler = Callable[..., Awaitable[Any]]
 
-def weak_handler(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+
+def weak_handlers(*methods: Handler, prefix: str = "") -> dict[str, Handler]:
+    """Return a weak handler for each bound method, by the method's name after a prefix."""
+    return {prefix + one.__name__: weak_handler(one) for one in methods}
+
+
+def weak_handler(method: Handler) -> Handler:
     """Return a coroutine function that calls a bound method as long as its owner exists.
 
     Raises
@@ -29,7 +36,7 @@ def weak_handler(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
     async def handler(*args: Any, **kwargs: Any) -> Any:
         found = weak()
         if found is None:
-            raise TransportError(f"{name} has no answer: the worker is closed")
+            raise TransportError(f"{name} has no answer: its owner is closed")
         return await found(*args, **kwargs)
 
     # Not `functools.wraps`, which would add a reference to the method. distributed reads both.

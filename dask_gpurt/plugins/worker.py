@@ -46,7 +46,7 @@ from dask_gpurt.plugins.sketching import sketch
 from dask_gpurt.plugins.time_spent import worker_load
 from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
-from dask_gpurt.plugins.weak_handlers import weak_handler
+from dask_gpurt.plugins.weak_handlers import weak_handlers
 from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.plugins.worker_report import RunReports, limited
 from dask_gpurt.shuffle.budget import Budget
@@ -390,7 +390,7 @@ class Attachment:
         self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
         self._host = HostReporter(worker)
         self._broadcasts = WorkerBroadcasts(worker, state, is_on=settings.collectives.enabled)
-        handlers = (
+        self._handlers = weak_handlers(
             *self._broadcasts.handlers(),
             *state.groups.handlers(),
             self.gpurt_report,
@@ -400,7 +400,6 @@ class Attachment:
             self._host.gpurt_probe,
             self._host.gpurt_probe_data,
         )
-        self._handlers = {one.__name__: weak_handler(one) for one in handlers}
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
         self._turns = ShortTurns(worker)

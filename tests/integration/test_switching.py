@@ -19,6 +19,7 @@ from dask_gpurt import config
 from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.scheduler import GpurtScheduler, activation_lock
+from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
@@ -123,7 +124,7 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     comes_to = held_up(b)
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
     await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=60)
-    plugin = s.handlers["gpurt_status"].__self__
+    plugin = s.extensions["gpurt"]
     await async_poll_for(lambda: plugin.ready == {a.address}, timeout=60)
     waits = asyncio.ensure_future(plugin._wait_for_reports())
     await async_poll_for(lambda: plugin._reported._waiters, timeout=60)
@@ -230,7 +231,7 @@ async def test_only_one_of_concurrent_clients_enables_the_runtime(c, s, a, b):
         await asyncio.gather(dask_gpurt.enable(c), dask_gpurt.enable(d))
         plugin = s.plugins["gpurt"]
         assert plugin.is_active
-        assert s.handlers["gpurt_status"].__self__ is plugin
+        assert s.extensions["gpurt"] is plugin
         assert {name: s.handlers[name] for name in plugin._handlers} == plugin._handlers
         assert "gpurt" in a.plugins and "gpurt" in b.plugins
         await dask_gpurt.disable(d)
@@ -283,6 +284,24 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
     assert said[b.address].startswith(str(tmp_path))
     assert not said[a.address].startswith(str(tmp_path))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_ended_traces_and_plugins_are_not_kept_alive(c, s, a, tmp_path):
+    """A scheduler may live for months, and a trace has the keys of all its tasks."""
+    ended = []
+    for _ in range(2):
+        await dask_gpurt.enable(c)
+        ended.append(weakref.ref(s.plugins["gpurt"]))
+        async with dask_gpurt.trace(c, tmp_path / "trace.json.gz"):
+            ended.append(weakref.ref(s.extensions[TRACE]))
+            await c.submit(sum, [1, 2])
+        await dask_gpurt.disable(c)
+        # It answers after its end, until the next one does.
+        assert (await dask_gpurt.status(c))["reason"] == "disabled by a client"
+    await dask_gpurt.enable(c)
+    gc.collect()
+    assert [one() for one in ended] == [None] * 4
 
 
 @gen_cluster(nthreads=[], config={"gpurt.enabled": True})

@@ -55,7 +55,7 @@ async def test_client_that_connects_during_a_start_does_not_restart_it(c, s, a):
         first = asyncio.create_task(activation.activate(c, settings))
         await began.wait()
         second = asyncio.create_task(activation.activate(c, settings))
-        opened = s.handlers["gpurt_status"].__self__._opened
+        opened = s.extensions["gpurt"]._opened
         await async_poll_for(lambda: opened._waiters, timeout=60)
         go_on.set()
         await asyncio.gather(first, second)

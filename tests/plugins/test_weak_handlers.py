@@ -39,5 +39,5 @@ def test_handler_passes_arguments_until_its_owner_is_gone():
     assert asyncio.run(handler(1, serializers=["dask"])) == (1, ["dask"])
     del owner
     assert gone() is None
-    with pytest.raises(TransportError, match="plain has no answer: the worker is closed"):
+    with pytest.raises(TransportError, match="plain has no answer: its owner is closed"):
         asyncio.run(handler(1))

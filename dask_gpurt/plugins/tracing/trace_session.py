@@ -32,6 +32,7 @@ from dask_gpurt.plugins.tracing.task_events import TaskEvents
 from dask_gpurt.plugins.tracing.trace_bootstrap import TracePlugin
 from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
 from dask_gpurt.plugins.tracing.worker_trace import LOST, WorkerTrace
+from dask_gpurt.plugins.weak_handlers import weak_handlers
 from dask_gpurt.tracing.clocks import clock_later_s
 
 if TYPE_CHECKING:
@@ -114,14 +115,13 @@ class TraceSession(SchedulerPlugin):
         self._recorder = EventRecorder(path, self.limit_nbytes, full_keys=self.full_keys)
         self._tasks = TaskEvents(scheduler, self._recorder)
         self._clocks = Clocks(scheduler)
-        handlers = (
+        self._handlers = weak_handlers(
             self.gpurt_trace_begun,
             self.gpurt_trace_left,
             self.gpurt_trace_stop,
             self.gpurt_trace_part,
             self.gpurt_trace_close,
         )
-        self._handlers = {one.__name__: one for one in handlers}
         scheduler.handlers.update(self._handlers)
         for address in scheduler.workers:
             self._add(address)

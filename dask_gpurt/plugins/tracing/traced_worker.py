@@ -29,7 +29,7 @@ from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 from dask_gpurt.plugins.tracing.cupti_recorder import CuptiRecorder
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
-from dask_gpurt.plugins.weak_handlers import weak_handler
+from dask_gpurt.plugins.weak_handlers import weak_handlers
 from dask_gpurt.tracing.clocks import clock_later_s
 from dask_gpurt.tracing.lane_names import CPU, FETCH
 from dask_gpurt.tracing.records import RecordEncoder
@@ -73,8 +73,9 @@ class TracedWorker:
             key: now_s for key, task in tasks.items() if task.state == "long-running"
         }
         self._is_over = False
-        handlers = (self.gpurt_trace_clock, self.gpurt_trace_end, self.gpurt_trace_part)
-        self._handlers = {one.__name__: weak_handler(one) for one in handlers}
+        self._handlers = weak_handlers(
+            self.gpurt_trace_clock, self.gpurt_trace_end, self.gpurt_trace_part
+        )
         worker.handlers.update(self._handlers)
         worker.extensions[TRACE] = self
         if (runtime := worker.extensions.get(NAME)) is not None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins import request_checks
+from dask_gpurt.plugins.weak_handlers import weak_handlers
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -55,8 +56,7 @@ class WideValues:
         #: By number of the task, the broadcast under way and the workers that it is for.
         self._under_way: dict[int, tuple[asyncio.Task[None], set[str]]] = {}
         self._is_on = True
-        self._handlers: dict[str, Callable[..., Any]]
-        self._handlers = {"gpurt_wanted": self.wanted, "gpurt_brought": self.brought}
+        self._handlers = weak_handlers(self.wanted, self.brought, prefix="gpurt_")
         scheduler.handlers.update(self._handlers)
 
     def uninstall(self) -> None:

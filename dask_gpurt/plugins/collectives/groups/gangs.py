@@ -29,6 +29,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import LEAST_RATE, LEFT, GroupFailure
 from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
+from dask_gpurt.plugins.weak_handlers import weak_handlers
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -129,13 +130,8 @@ class Gangs(SchedulerPlugin):
         self._operations: Counter[str] = Counter()
         self._algorithms: Counter[str] = Counter()
         self._nbytes, self._seconds = 0, 0.0
-        self._handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_gang_begin": self.begin,
-            "gpurt_gang_join": self.join,
-            "gpurt_gang_failed": self.failed,
-            "gpurt_gang_leave": self.leave,
-            "gpurt_gang_wait": self.wait,
-        }
+        methods = self.begin, self.join, self.failed, self.leave, self.wait
+        self._handlers = weak_handlers(*methods, prefix="gpurt_gang_")
         scheduler.handlers.update(self._handlers)
         self._messages = WorkerMessages(scheduler, LEFT, self._left)
 

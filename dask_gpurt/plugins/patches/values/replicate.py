@@ -39,6 +39,7 @@ from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.patches.values.by_task import ByTask
 from dask_gpurt.plugins.patches.worker_memory import whole_nbytes
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
+from dask_gpurt.plugins.weak_handlers import weak_handler
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -228,7 +229,7 @@ class CopyReports:
     def __init__(self, scheduler: Scheduler, versions: TaskVersions) -> None:
         self._scheduler, self._versions = scheduler, versions
         self._messages = WorkerMessages(scheduler, _COPIED, self._copied)
-        scheduler.handlers[_IS_WANTED] = self._is_wanted
+        scheduler.handlers[_IS_WANTED] = weak_handler(self._is_wanted)
 
     async def _is_wanted(self, key: Any, version: int) -> bool:
         """Handler: return whether the value with a key is still the one of this version."""
