@@ -1,4 +1,4 @@
-"""Collective operations: who sends which part of a value to whom, in which order, and why so.
+"""Collective operations: the parts of a value that each rank sends, to whom, and in which order.
 
 *Ranks* are the members of a group, numbered from 0. Every rank has a value of the same shape and
 type. Operations combine these values, or copy one of them to all ranks. An algorithm cuts values
@@ -11,8 +11,8 @@ into slices, and is a list of steps for each rank.
 - `reduction`: adding up slices in memory.
 - `sliced_trees`: which levels of a reduction of Dask's combine slices. `slicing` cuts and combines.
 
-The room is pure but for that memory. `plugins` run the steps on workers, and have `Communicator`:
-its name is here for programs, and is loaded when it is first used.
+Apart from that memory, this room is pure. `plugins` run the steps on workers. Their `Communicator`
+has its name here for programs, and is imported at its first use.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _OF_LARGE: dict[Collective, str] = {
     "all-gather": "ring",
     "broadcast": "tree",
 }
-#: Algorithms that do not cut values. The others of that kind have a slice for each rank.
+#: Flat algorithms that do not cut values. All other flat ones cut a slice for each rank.
 _WHOLE = frozenset({"one-shot", "tree"})
 
 
@@ -213,7 +213,7 @@ class RankGroup:
 
 
 def chain_slices(n_hosts: int, nbytes: int, costs: LinkCosts) -> int:
-    """Return the number of slices with which a chain takes least.
+    """Return the number of slices with which a chain takes the least time.
 
     With H hosts and P slices, the last slice leaves after about `(H + P) (message_s + S / (P
     rate))`. This is least where `P * P = H S / (message_s rate)`.

@@ -36,7 +36,7 @@ def add_up(operation: Operation, values: Sequence[Any], out: Any) -> None:
         Array of the same length and type.
     """
     combine = _FUNCTIONS[operation]
-    # A device adds whole arrays: each call has a fixed cost there, and no cache to care for.
+    # A device adds whole arrays: each call has a fixed cost there, and pieces gain nothing.
     length = len(out)
     each = max(1, PIECE_NBYTES // out.itemsize) if isinstance(out, np.ndarray) else max(1, length)
     for start in range(0, length, each):

@@ -1,4 +1,4 @@
-"""Values in slices: cut them, and combine them slice by slice, with the bits of the whole.
+"""Values in slices: cut them, and combine slice by slice, with the same bits as whole values.
 
 Values are arrays, or dicts of arrays: what the steps of Dask's reductions return. An element of a
 result depends on the elements at the same place in the values alone, so slices of results are
@@ -53,7 +53,7 @@ class Cut:
             return {name: self(one) for name, one in value.items()}
         part = value[self._index]
         if type(part) is np.ndarray and not part.flags.forc and 0 not in part.strides:
-            # Dask sends such a view in C order, and combining would take other ways through memory.
+            # Dask sends such a view in C order, so NumPy would walk through it in another order.
             # An array that repeats one number has strides of 0, and is sent as that number.
             return part.copy(order="K")
         return part

@@ -39,7 +39,7 @@ def fetch_units(n_away: int) -> int:
 
 
 def card_seconds(seconds: float, n_hosts: int, n_slices: int) -> float | None:
-    """Return the time of the value over one card, given that of a chain of hosts; or None.
+    """Return the time of a value over one card, given the time of a chain; None for one host.
 
     A chain of H hosts sends the last of P slices after H + P - 2 others.
     """

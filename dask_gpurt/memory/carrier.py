@@ -238,8 +238,8 @@ class Carrier:
         -------
         Whether objects were freed. Their memory is free unless something else refers to them.
         """
-        # `Condition` uses `_is_owned` too. With the lock held, a copy would make other threads wait
-        # for it, and new decisions could contradict bookkeeping that is half done.
+        # `_is_owned` is private, but `threading.Condition` uses it too. A thread with the lock must
+        # not copy: others would wait, and its own bookkeeping may be half done.
         if self._lock._is_owned() or self._is_closed:  # type: ignore[attr-defined]
             return False
         level = self._residency.levels[top_level]

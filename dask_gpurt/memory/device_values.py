@@ -31,7 +31,7 @@ from dask_gpurt.errors import ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat, flatten, restore
 from dask_gpurt.memory.tiers import Packing
 
-#: The number of buffers on a device, before the header of the others. They come last.
+#: Format of the number of device buffers. It precedes the header; these buffers come last.
 _N_DEVICE = struct.Struct("<I")
 
 #: Splits a value into a header and pieces of memory. Device pieces have `__cuda_array_interface__`.
@@ -53,7 +53,7 @@ def device_packing(device: Device) -> Packing:
     """
     out = device.stream("values out", Priority.HIGH)
     back = device.stream("values back", Priority.HIGH)
-    # Memory is freed after its last use, by kernels too: copies must not wait for that.
+    # Memory is freed after the last kernel that uses it, and copies must not wait for kernels.
     frees = device.stream("values freed")
 
     def flattened(array: DeviceArray) -> Flat:

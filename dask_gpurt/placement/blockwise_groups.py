@@ -61,7 +61,7 @@ def grouped(layers: Iterable[Layer]) -> list[list[str]]:
     joins = _joins(by_name, order)
     #: By layer, the last layer of its group.
     last: dict[str, str] = {}
-    #: By layer, where it may go; it does if this is one place.
+    #: By layer, the groups that it may join. It joins if there is only one.
     places: dict[str, set[str]] = defaultdict(set)
     for name in reversed(order):
         layer, found, last[name] = by_name[name], places[name], name
@@ -98,7 +98,7 @@ def _joins(by_name: Mapping[str, Layer], order: Sequence[str]) -> set[str]:
 
 
 def _are_connected(branches: list[set[str]]) -> bool:
-    """Return whether no branch is without a common beginning with the others."""
+    """Return whether common beginnings connect all branches."""
     if not branches:
         return True
     connected, rest = branches[0], branches[1:]

@@ -2,8 +2,8 @@
 
 All combining tasks of a level become ready at about the same time, and each one fetches nearly all
 of its inputs. By the costs of one task alone, a task avoids a link that is busy and fetches more
-over others. All tasks together then take longer. So here the bytes count first, then that each
-worker gets its share of the tasks.
+over others. All tasks together then take longer. So here a worker that has its share of the tasks
+comes last. Among the others, the one that fetches the fewest bytes comes first.
 """
 
 from __future__ import annotations

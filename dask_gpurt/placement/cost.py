@@ -49,7 +49,7 @@ class WorkerSnapshot(NamedTuple):
     n_tasks
         Number of tasks that the worker was given and has not done, however long they are.
     slowness
-        Seconds that the worker takes for what takes others one second
+        Seconds that the worker needs for work that takes other workers one second
         (`dask_gpurt.placement.speeds`). `occupancy_s` already allows for it.
     inlet_s
         Seconds until the link into the worker's host has carried its transfers in flight, to all
@@ -187,7 +187,7 @@ class Cost(NamedTuple):
 
     @property
     def data_s(self) -> float:
-        """The part that data causes for the task itself, without what it causes for senders."""
+        """Seconds that data costs the task itself, without the seconds that it costs senders."""
         return self.transfer_s + self.arriving_s + self.spill_s + self.join_s
 
 

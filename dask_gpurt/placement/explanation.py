@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.placement.cost import Cost
 
-#: What decided, by key of a rule's reason, in the words shown to users.
+#: Texts that tell users what decided, by the `reason` of a rule.
 REASONS = {
     "cost": "lowest cost of the candidates",
     "holder": "has all inputs, and no other candidate can be better",

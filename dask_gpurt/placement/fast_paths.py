@@ -27,7 +27,7 @@ from dask_gpurt.topology.places import Places, path_between
 
 #: A share that is larger than rounding errors of sums of seconds, and too small to matter.
 _ROUNDING = 2.0**-40
-#: The same where it is not worth computing the sum.
+#: Factor that allows for rounding errors where the sum is not computed.
 _BEYOND_ROUNDING = 0.99
 
 
@@ -116,7 +116,7 @@ def largest_is_best(
 
 
 def _common_path(holders: Sequence[str], places: Places) -> Path | None:
-    """Return the path between any two holders; None if there are several, or too many holders."""
+    """Return the path between any two holders; None if paths differ, or holders are too many."""
     if len(holders) == 2:
         one, other = holders
         there, back = path_between(places, one, other), path_between(places, other, one)

@@ -51,7 +51,7 @@ def grouped(inputs: Sequence[ShuffleInput], n_threads: int) -> list[list[int]]:
     Returns
     -------
     list of lists of int
-        Each number appears once. Numbers rise within a task, and so do the first ones.
+        Each number appears once. Numbers ascend within a group, and groups by their first number.
     """
     groups = [[number] for number, one in enumerate(inputs) if one.is_alone]
     # A worker that has many inputs may leave some to others, so all threads count.

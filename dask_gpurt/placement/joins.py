@@ -18,8 +18,8 @@ class Partners(dict[str, float]):
     Attributes
     ----------
     met_nbytes
-        Bytes of the output that meet them, or of what other tasks make of it first. A stencil
-        joins the edge of a block, and the block stays where it is.
+        Bytes that are joined with them: the output, or what other tasks first make of it. A stencil
+        joins only the edge of a block, and the block stays where it is.
     """
 
     __slots__ = ("met_nbytes",)
@@ -30,7 +30,7 @@ class Partners(dict[str, float]):
 
 
 def met_nbytes(others: Mapping[str, float], output_nbytes: float) -> float:
-    """Return the bytes of an output that meet join partners; all of them if nobody says more."""
+    """Return the bytes of an output that meet join partners; all of them if `others` sets none."""
     return min(output_nbytes, getattr(others, "met_nbytes", inf))
 
 

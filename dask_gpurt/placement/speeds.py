@@ -37,8 +37,8 @@ from math import exp, isfinite, log, sqrt
 
 #: Standard deviations that separate the mean of a slow worker from `LEAST_SLOWNESS`.
 SIGMAS = 2.0
-#: Assumed standard deviation of logarithms within a group: the least (some 28 %), and the one
-#: assumed before durations are known, with the weight of `_USUAL_COUNT` tasks.
+#: Least standard deviation that is assumed for logarithms within a group: some 28 %. Before
+#: durations are known, `_USUAL_SCATTER` is assumed, with the weight of `_USUAL_COUNT` tasks.
 LEAST_SCATTER = 0.25
 _USUAL_SCATTER = 0.5
 _USUAL_COUNT = 4
@@ -141,7 +141,7 @@ class Speeds:
         of_all = self._groups.get(group) or _new_entry(self._groups, group, MAX_GROUPS)
         own = record.own.get(group) or _new_entry(record.own, group, MAX_OWN_GROUPS)
         if own.part_of is not of_all:
-            # The group was dropped in between, and the totals that these were a part of with it.
+            # The group was dropped meanwhile, and with it the totals that contained these.
             own = record.own[group] = _Logs(of_all)
         n_others = of_all.count - own.count
         if n_others >= _ENOUGH:
@@ -163,7 +163,7 @@ class Speeds:
         return 1.0 if record is None else record.slowness
 
     def is_overdue(self, worker: str, now_s: float) -> bool:
-        """Return whether the silence of a worker that has tasks may say that it is slow."""
+        """Return whether a worker with tasks has been silent for so long that it may be slow."""
         record = self._records.get(worker)
         return record is None or record.working_since_s is None or now_s > record.due_s
 

@@ -1,4 +1,4 @@
-"""What takes the memory of a worker's process, in parts that add up to its resident bytes.
+"""The memory of a worker's process, in parts that add up to its resident bytes.
 
 Runs on any worker that has this package, with the runtime on or off. The kernel tells how many of
 the resident bytes are private, shared or of files. Owners in the process tell what they hold. The

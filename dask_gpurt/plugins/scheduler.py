@@ -115,7 +115,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     async def _start(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        #: Identifies this activation, to which all counts here belong.
+        #: Identifies this activation. All counts here begin with it.
         self.activation = uuid4().hex
         self.is_active = False
         self.inactive_reason: str | None = self._why_unusable()
@@ -187,7 +187,7 @@ class GpurtScheduler(SchedulerPlugin):
         Returns
         -------
         str or None
-            Why the settings cannot be applied, if so.
+            The reason why the settings were not applied; None if they were.
 
         Raises
         ------
@@ -318,7 +318,7 @@ class GpurtScheduler(SchedulerPlugin):
     # ------------------------------------------------------------------ workers
 
     async def worker_ready(self, worker: str, problem: str | None) -> None:
-        """Handler: record that the bootstrap ran on a worker."""
+        """Handler: record that a worker is ready, or the problem that it reports."""
         request_checks.name("worker", worker)
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
@@ -343,14 +343,14 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement.add_worker(scheduler.workers[worker])
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        # Not a coroutine: the scheduler would wait for it, and log its cancellation at its close.
+        # Not a coroutine: a closing scheduler would wait for it, and log that it was cancelled.
         if self.placement is not None:
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.tally.leave(worker)
         self.ready.discard(worker)
         self.not_ready.pop(worker, None)
-        # It may have been the last worker that had not reported.
+        # Runs may have waited only for the report of this worker.
         self._wake_waiting_runs()
 
     def _wake_waiting_runs(self) -> None:

@@ -59,7 +59,7 @@ def pace(message_nbytes: int, credit_nbytes: int) -> tuple[int, int]:
 
 
 def most_messages(n_peers: int) -> int:
-    """Return the messages that may be in flight to each of so many peers."""
+    """Return how many messages may be in flight to each of `n_peers` peers."""
     return N_MESSAGES if n_peers <= FEW_PEERS else 1
 
 
@@ -89,7 +89,7 @@ def checked(credit_nbytes: Any) -> int:
 
 
 class RecentSenders:
-    """The senders of one receiver lately, in all of its runs.
+    """The workers that lately sent to one receiver, over all of its runs.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class RecentSenders:
         Parameters
         ----------
         n_peers
-            Peers in a run. More than these may have sent, if there are several runs; fewer may, if
-            others have yet to begin.
+            Number of peers in a run. With several runs, more workers may have sent lately. While
+            some have not begun, fewer have.
         """
         return part_nbytes(self._memory_nbytes, max(n_peers, len(self._seen_s)))

@@ -1,6 +1,6 @@
 """The header of a message that a relay divides among the workers of its host.
 
-It holds complete headers (`transport.wire`), each with the worker that it is for. Their buffers
+It holds complete headers (`transport.wire`), each with the address of its receiver. Their buffers
 follow one another in the payload. So a relay hands on headers and buffers as they came, checksums
 included. The binary format is little-endian::
 
@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
 
 def encode(forwards: Sequence[Forward]) -> bytes:
-    """Return the header of a message that contains these."""
+    """Return the header of a message to a relay, which contains these headers."""
     chunks = [_COUNT.pack(len(forwards))]
     for target, header in forwards:
         address = target.encode()
@@ -46,7 +46,7 @@ def encode(forwards: Sequence[Forward]) -> bytes:
 
 
 def is_envelope(header: bytes) -> bool:
-    """Return whether a header is to be divided."""
+    """Return whether a header is an envelope, which a relay divides."""
     return bytes(header[: len(_MAGIC)]) == _MAGIC
 
 
@@ -56,13 +56,13 @@ def decode(header: bytes) -> list[Forward]:
     Raises
     ------
     ProtocolError
-        The bytes are no envelope, cut short or inconsistent.
+        The bytes are no envelope, or are cut short or inconsistent.
     DamagedError
         The checksum does not match.
     """
     view = memoryview(header)
     if not is_envelope(header) or len(view) < _SEALED.size + _COUNT.size:
-        raise ProtocolError("not a message of dask_gpurt to hand on")
+        raise ProtocolError("not a dask_gpurt message for a relay")
     _, seal = _SEALED.unpack_from(view)
     if zlib.crc32(view[_SEALED.size :]) != seal:
         raise DamagedError("the header of a message for a relay was damaged on its way")
@@ -71,18 +71,18 @@ def decode(header: bytes) -> list[Forward]:
     found = []
     for _ in range(n_headers):
         if len(view) - position < _LENGTHS.size:
-            raise ProtocolError("a message to hand on is cut short")
+            raise ProtocolError("a message for a relay is cut short")
         n_address, n_header = _LENGTHS.unpack_from(view, position)
         position += _LENGTHS.size
         if n_address + n_header > len(view) - position:
-            raise ProtocolError("a message to hand on is cut short")
+            raise ProtocolError("a message for a relay is cut short")
         try:
             target = bytes(view[position : position + n_address]).decode()
         except UnicodeDecodeError as error:
-            raise ProtocolError("a message to hand on names no address") from error
+            raise ProtocolError("a message for a relay names no address") from error
         position += n_address
         found.append(Forward(target, bytes(view[position : position + n_header])))
         position += n_header
     if position != len(view):
-        raise ProtocolError(f"{len(view) - position} bytes too many in a message to hand on")
+        raise ProtocolError(f"{len(view) - position} bytes too many in a message for a relay")
     return found

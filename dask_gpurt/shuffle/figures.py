@@ -177,7 +177,7 @@ class RunSum:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._more = dict.fromkeys(_TOTAL_SECONDS, 0.0)
         self._lasted_s, self._n_workers = 0.0, 0
-        #: Most seconds of `unpack` that a thread of one worker had, on average.
+        #: Seconds of `unpack` for each thread, on the worker that had most.
         self._most_unpack_s = 0.0
         #: The worker that sent to other hosts for longest, its bytes on the wire, the seconds, and
         #: the bandwidth of its busiest link.

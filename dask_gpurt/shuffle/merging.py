@@ -1,8 +1,8 @@
 """Merging of many small shards into few, ordered by output partition.
 
 Small inputs make small shards, each with a few rows for very many output partitions. Each such
-piece costs time in Python when its output is assembled, and a spilled shard would be read for each
-of them. A merge gathers the rows of many shards anew, ordered by slot and then by source, and cuts
+piece costs time in Python when its output is assembled. A spilled shard would be read once for each
+piece. A merge gathers the rows of many shards anew, ordered by slot and then by source, and cuts
 them into shards of the usual size. So the rows of an output partition are close together in memory
 and on disk, and are freed once it was read.
 
@@ -25,8 +25,8 @@ from dask_gpurt.shuffle.shard import Origins, Shard
 
 #: Bytes of the shards that are merged together. While they are merged, they take twice the memory.
 MERGED_NBYTES = 32 << 20
-#: Pieces below this are merged before outputs are assembled. A piece of any size costs about 2 us
-#: then, and 4 KiB are merged in that time.
+#: Smaller pieces are merged before outputs are assembled. To assemble a piece costs about 2 us,
+#: whatever its size, and a merge handles 4 KiB in that time.
 SMALL_PIECE_NBYTES = 4 << 10
 #: Groups with fewer pieces are not worth a merge, which takes a millisecond at least.
 LEAST_PIECES = 2_000

@@ -118,7 +118,7 @@ class ExchangePlan:
             whole = (values == np.floor(values)) & (np.abs(values) <= last)
             values = np.where(whole, values, -1.0)
         codes = values.astype(np.intp)
-        # Compare before widening: Dask's numbers are as narrow as they can be, which is faster.
+        # Compare before widening: Dask's numbers have the narrowest type, which compares faster.
         if len(values) and not (values.min() >= 0 and values.max() <= last):
             codes[~((values >= 0) & (values <= last))] = last
         gather_into(table, codes, codes)
@@ -173,7 +173,7 @@ def cut_shards(
     """Cut consecutive slots into shards of about `target_nbytes`.
 
     A shard exceeds the target only if it would otherwise be less than half of it. A worker that is
-    short of memory reads the spilled part of a shard again for each of its slots.
+    short of memory may read a spilled shard again for each of its slots.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """The shards of one run on one worker: in memory up to a limit, on disk beyond it.
 
-A *shard* holds the rows of one input partition, or of those that one task hands over, for a range
+A *shard* holds the rows of one input partition, or of all that one task hands over, for a range
 of this worker's output partitions. The store takes shards from transfer tasks of its own worker and
 from peers. It drops duplicates, and returns the pieces of an output partition in the order of the
 input partitions. It first spills the shards that tasks read last, because tasks read outputs in
@@ -78,7 +78,7 @@ class ShardStore:
     run_later
         Runs a call that may take long, off the critical path.
     readers
-        Number of results made of a slot, for slots with more than one.
+        How many results tasks make from a slot, for slots with more than one.
     may_spill
         False keeps everything in memory, as on a full disk.
     """
@@ -213,8 +213,8 @@ class ShardStore:
     def _victims(self) -> list[Shard]:
         with self._lock:
             resident = [shard for shard in self._shards if shard.is_resident]
-        # Those that share pages go in the order in which they came, so that pages become free. Any
-        # that stays in between would keep a page.
+        # Shards that share pages are spilled in the order in which they came, so that whole pages
+        # become free. A shard that stays in between would keep its page.
         n_slots = self._slots_per_lane
         return sorted(resident, key=lambda shard: shard.first_slot // n_slots, reverse=True)
 
@@ -462,7 +462,7 @@ class ShardStore:
         shard.body = shard.packed = shard.on_disk = None
 
     def _release_files(self, files: Sequence[SpillFile]) -> None:
-        """Drop one reference, of a shard or the writer, to each of these files."""
+        """Drop one reference to each of these files: that of a shard or of the writer."""
         with self._lock:
             unneeded = [file for file in files if file.release()]
         for file in unneeded:

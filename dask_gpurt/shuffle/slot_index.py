@@ -37,7 +37,7 @@ class SlotIndex:
         n_rows = _joined(one[2] for one in entries)
         stop = _joined(np.cumsum(one[2]) for one in entries)
         shard = np.repeat(np.arange(len(shards)), [len(one[0]) for one in entries])
-        # Stable, so first by source and then by slot.
+        # Both sorts are stable, so the order is by slot, and by source within a slot.
         order = np.argsort(source, kind="stable")
         order = order[np.argsort(slot[order], kind="stable")]
         slot, shard, stop = slot[order], shard[order], stop[order]
@@ -54,7 +54,7 @@ class SlotIndex:
     def rows_of(self, slot: int) -> tuple[list[int], list[int], list[int]]:
         """Return the row ranges of a slot: numbers of shards, first rows, one past the last rows.
 
-        They come in the order of the sources. A shard may have several.
+        The ranges come in the order of their sources. A shard may have several ranges.
         """
         a, b = self._bounds[slot - self._first : slot - self._first + 2]
         return self._shard[a:b].tolist(), self._start[a:b].tolist(), self._stop[a:b].tolist()

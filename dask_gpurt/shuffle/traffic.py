@@ -1,4 +1,4 @@
-"""Bytes that one worker moved: lately by link and path, and in all by path and kind of peer.
+"""Bytes that one worker moved: recent ones by link and path, all by path and kind of peer.
 
 A link has a sender and a receiver; a path is the way of the bytes, such as shared memory. Sizes are
 bounded. No clock: the caller says when bytes moved, and for how long.
@@ -30,7 +30,7 @@ class LinkPath(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What moved on a link."""
+    """Bytes and number of messages that moved on a link."""
 
     nbytes: int
     messages: int
@@ -108,7 +108,7 @@ class SentTotals:
         self._sums: dict[tuple[str, str], SentSum] = {}
 
     def add(self, path: str, *, is_same_host: bool, nbytes: int, seconds: float) -> None:
-        """Count a message that the peer acknowledged after so many seconds."""
+        """Count a message that the peer acknowledged after `seconds`."""
         with self._lock:
             found = self._sums.setdefault(
                 (path, "same-host" if is_same_host else "other-host"), SentSum()

@@ -71,8 +71,8 @@ class ClockFit(NamedTuple):
 def clock_later_s(clock: Callable[[], float], other: Callable[[], float], n: int) -> float:
     """Return how much later one clock of this process is than another one.
 
-    They are compared so many times. The quickest time counts: between two readings, the thread may
-    lose its core for milliseconds.
+    They are compared `n` times, and the quickest comparison counts. Between two readings, the
+    thread may lose its core for milliseconds.
     """
 
     def compare() -> tuple[float, float]:

@@ -38,7 +38,7 @@ _EVICTIONS = "write"
 
 @dataclass
 class RecordedProcess:
-    """What one process recorded, and what the scheduler knows of it.
+    """The records of one process, and the facts that the scheduler has about it.
 
     Attributes
     ----------
@@ -307,7 +307,7 @@ def _number_tasks(
             needs = tuple(one for one in run.needs if one in inside)
             start_s, end_s = _within(run.start_s, wall_s), _within(run.end_s, wall_s)
             free_s = min(max(run.end_s - run.away_s, start_s), end_s)
-            # Of a task that ran before the trace or after it, the part inside counts.
+            # If a task began before the trace or ended after it, only the part inside counts.
             trace.tasks.append(
                 TaskTimes(
                     run.number,

@@ -1,12 +1,11 @@
 """Zero-copy hand-over of shards between processes of one host, in memory that both can read.
 
 A `Lender` signs the memory file of its outgoing shards (`devices.host_memory.pages`), and tells the
-places of a buffer in it. A `Borrower` opens the files of its peers through `/proc`. That works
-exactly if both run for the same user, on the same host and in view of each other; the signature
-proves that it is the right file. Two containers do not see each other's processes: the borrower
-compares the namespaces of process ids first, and opens no file of a process that happens to have
-the same number. A message then carries places instead of bytes, and the borrower
-reads each shard once, directly into its own memory.
+places of a buffer in it. A `Borrower` opens the files of its peers through `/proc`. That works only
+if both run for the same user, on the same host and in view of each other. The signature proves that
+it is the right file. Two containers do not see each other's processes, and may use the same process
+ids. So the borrower first compares the namespaces of process ids. A message then carries places
+instead of bytes, and the borrower reads each shard once, directly into its own memory.
 
 The loan ends with the answer to the message: the lender keeps the buffer until then. A peer that
 dies leaves nothing behind. The file has no name. A borrower asks every second which processes still

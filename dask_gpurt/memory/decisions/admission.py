@@ -35,7 +35,7 @@ class Claim:
     lost
         Inputs that can no longer be read.
     abandoned
-        Inputs that there is no room to load: the task begins without them in memory.
+        Inputs that did not fit into memory: the task begins without them there.
     """
 
     name: Hashable

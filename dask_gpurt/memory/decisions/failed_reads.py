@@ -1,4 +1,4 @@
-"""Reads that failed because memory or file descriptors ran out: how long each has been waited for.
+"""Reads that failed because memory or file descriptors ran out, and how long tasks waited.
 
 The store retries such a read shortly after, because memory comes and goes. If nothing is left that
 could free any, retries would never end. So the store abandons the read after a timeout: the

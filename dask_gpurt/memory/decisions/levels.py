@@ -56,14 +56,15 @@ class Level:
     name: str
     capacity_nbytes: int | None = None
     used_nbytes: int = 0
-    #: Reserved for loads in flight and for outputs of running tasks.
+    #: Reserved for loads in flight, outputs of running tasks, and values read for messages.
     reserved_nbytes: int = 0
     #: Bytes that become free once writes in flight are complete.
     leaving_nbytes: int = 0
     #: A put failed for lack of room or for an error. Ends with `retry`, or when room becomes free.
     is_blocked: bool = False
-    #: The retry delay after the tier had no room; and whether a new failure is still to be counted.
+    #: The retry delay after the tier had no room.
     backoff: Backoff = field(default_factory=Backoff)
+    #: Whether a put found no room since the last `retry`, which counts it.
     was_full: bool = False
     members: dict[Hashable, Value] = field(default_factory=dict)
     #: Members that have a copy in another level, too.

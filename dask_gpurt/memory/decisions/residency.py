@@ -23,15 +23,15 @@ from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 
 #: Moves that may be in flight at once in each direction: few, so that decisions stay fresh.
 MAX_MOVES = 4
-#: Values passed over in search of a clean one while `MAX_MOVES` writes are in flight. Looking at
-#: all of them would cost the event loop's time, and a write ends soon.
+#: Most values to look at in search of a clean one while `MAX_MOVES` writes are in flight. A longer
+#: search would block the event loop, and a write ends soon.
 MAX_PASSED = 256
 #: Smaller values are evicted last, whatever the policy says: a move costs more than it frees.
 SMALL_NBYTES = 64 << 10
 #: A level above its capacity is brought down to this share of it, where that takes writes.
 LOW_WATER = 0.95
-#: Share of a level that prefetched values may hold, except for the first one. More would hide no
-#: more of the reading, and each byte of it evicts one that is needed later.
+#: Share of a level that prefetched values may take; the first one may take more. A larger share
+#: hides no more reading time, and evicts values that are needed later.
 AHEAD_SHARE = 0.1
 
 
@@ -77,8 +77,8 @@ class Residency:
     ) -> Value:
         """Add a value that is in memory, or only in a tier if `level` is given.
 
-        In a tier, `nbytes` may be unknown, which is 0. An earlier value of the same key must have
-        been removed before.
+        If a value that is only in a tier has an unknown size, `nbytes` is 0. An earlier value of
+        the same key must have been removed before.
         """
         assert key not in self.values
         self._serial += 1
@@ -207,7 +207,7 @@ class Residency:
         value.pins -= 1
 
     def defer_eviction(self, values: Iterable[Value]) -> None:
-        """Evict a task's inputs last, until `allow_eviction`: a release may make writes useless."""
+        """Evict a task's inputs last, until `allow_eviction`: they may be released very soon."""
         for value in values:
             value.eviction_deferred = True
             self._order(value, value.top_level).changed()
@@ -299,7 +299,7 @@ class Residency:
         n_passed = 0
         for value in self._victims(number, keep):
             # Only dirty values are evicted before their room is needed, because that takes a write.
-            # A clean value can be evicted the moment its room is needed, and may be used before.
+            # A clean value is evicted when its room is needed: a task may use it until then.
             if len(value.copies) > 1 and not level.shortage_nbytes(want_nbytes):
                 break
             if later_than is not None and value.in_memory:

@@ -21,7 +21,7 @@ from dask_gpurt.codecs.checksums import STEP_NBYTES, checksum
 from dask_gpurt.memory.files.value_file import BLOCK_NBYTES, Bytes, padded
 from dask_gpurt.system_calls import preadv, write_all
 
-#: A compromise: disks are fast with large writes, and the processor's cache holds small buffers.
+#: Size of a bounce buffer. Larger writes are faster; smaller buffers fit the processor's cache.
 BOUNCE_NBYTES = 4 << 20
 _SUMMED_AT_ONCE_NBYTES = 4 * STEP_NBYTES
 #: Most buffers that the system accepts in one call.

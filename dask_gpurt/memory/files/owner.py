@@ -4,14 +4,14 @@ A file lock alone is no proof. Some network file systems keep locks on one machi
 machine can lock the file of a living process. So the record of an owner names its process, the
 system it runs on, and how far its lock can be trusted.
 
-Only a machine that can know it calls a process dead:
+A process is called dead only in these cases:
 
 - Same system, same process id namespace: the process is looked up.
 - Same system, another namespace (another container): the lock is free, and was taken in the same
   mount. The system itself keeps the locks of that mount.
 - Same machine, after a reboot: no process of the earlier boot is left.
 
-In all other cases the fate is unknown, and the directory is left alone.
+In all other cases nobody knows whether it lives, and its directory stays.
 """
 
 from __future__ import annotations

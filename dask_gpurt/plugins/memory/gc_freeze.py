@@ -22,7 +22,7 @@ from tornado.ioloop import PeriodicCallback
 if TYPE_CHECKING:
     from distributed import Worker
 
-#: A freeze is worth its collection from so many new modules on. pandas has 340.
+#: Least number of new modules for which a freeze is worth its collection. pandas has 340.
 MANY_MODULES = 150
 _CHECK_INTERVAL_MS = 2_000
 

@@ -53,8 +53,8 @@ class DataServer:
         self._n_reading = 0
 
     def close(self) -> None:
-        """Stop reading. Messages in flight go out with the values that are in memory, or in the
-        store that the worker has by then."""
+        """Stop reading values. Messages in flight take values from memory, or from the store that
+        the worker has then."""
         self._is_closed = True
 
     async def get_data(

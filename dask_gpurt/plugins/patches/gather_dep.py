@@ -10,7 +10,7 @@ is reused for the next message.
 
 Memory comes and goes with tasks, most of all GPU memory. So the worker requests the values again
 when a task has ended. If no running task could free memory, the tasks that need the values fail
-with an explanation. Values that fail for another reason are for `failed_moves`, on the scheduler.
+with an explanation. On the scheduler, `failed_moves` handles values that fail for another reason.
 
 | what | why | taken back by |
 |---|---|---|
@@ -107,7 +107,7 @@ class ValueTransfers:
                     stimulus_id=f"gpurt-broadcast-{time()}",
                 )
             event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
-            # The worker would take this event for all values, and fetch all of them later.
+            # For a busy peer, the worker would fetch all values later, also those that arrived.
             while isinstance(event, GatherDepBusyEvent) and self._are_needed(rest):
                 await asyncio.sleep(_BUSY_S)
                 event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)

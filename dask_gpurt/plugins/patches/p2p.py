@@ -137,7 +137,7 @@ class SpecSwap:
     ready
         Awaited before a run is created or given up.
     takes_part
-        Whether a worker may take part in a run whose spec is not stock's. If one that may not asks
+        Whether a worker may take part in a run whose spec is not stock's. If another worker asks
         for such a run, the shuffle restarts.
     """
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class _CopiedSets(defaultdict[str, set[Any]]):
-    """Sets of shuffles, of which `get` returns a copy: a loop over it may change the original."""
+    """Sets of shuffles. `get` returns a copy, because a loop over a set may change that set."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return set(super().get(key, default or ()))
@@ -60,7 +60,7 @@ class Restarts:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._plugin: ShuffleSchedulerPlugin = scheduler.plugins["shuffle"]  # type: ignore[assignment]
-        #: Shuffles of which a released output was wanted again.
+        #: Shuffles with a released output that was wanted again.
         self._read_again: set[ShuffleId] = set()
         self._stock_reschedule = stock = scheduler.stream_handlers["reschedule"]
 
@@ -129,10 +129,10 @@ class Restarts:
         return list(found.values())
 
     def _run_barrier_again(self, shuffle_id: ShuffleId, barrier: Any, stimulus_id: str) -> None:
-        # A barrier asks to run again when its run is over. Suppose a worker was told to run the
-        # next run's barrier while the old thread was still busy. It takes the old answer for the
-        # new barrier's, and so would stock, which ends the run of a released barrier. That run is
-        # not over: tasks have sent all their shards to it, and none would send them again.
+        # A barrier asks to run again when its run is over. Suppose a worker got the next run's
+        # barrier while the old barrier was still in a thread. Its answer then counts for the new
+        # barrier. Stock would end the new run for that. But that run is not over: tasks have sent
+        # all their shards to it, and none would send them again.
         active = self._plugin.active_shuffles
         run = active.pop(shuffle_id, None)
         if run is None:

@@ -1,8 +1,8 @@
 """Prometheus metrics of a worker's shuffles: bytes, counts and seconds.
 
-Stock Dask counts them among its fine performance metrics, of which it exports only those of its
-spill buffer. This module exports those of shuffles in the same manner: one family for each unit,
-with a label for the activity, summed since the worker started. Runs on stock's data plane are
+Stock Dask counts them among its fine performance metrics, but exports only those of its spill
+buffer. This module exports the metrics of shuffles in the same way. There is one family for each
+unit, with a label for the activity, summed since the worker started. Runs on stock's data plane are
 included, because they report under the same names. Two families and a histogram of our own have
 the bytes, seconds and sizes of the messages that our data plane sent.
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Unit of a fine performance metric to the suffix of its family's name, and its help text.
+#: By unit of a fine performance metric: the suffix of its family's name, and its help text.
 FAMILIES: dict[str, tuple[str, str]] = {
     "bytes": ("shuffle_bytes", "Bytes that shuffles handled, by activity"),
     "count": ("shuffle_count", "Number of operations of shuffles, by activity"),
@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
 }
 
 
-#: Name of a family of what our data plane sent to its help text: bytes, seconds, sizes.
+#: Help texts of the families of our data plane, by name. The order is: bytes, seconds, sizes.
 SENT: dict[str, str] = {
     "gpurt_sent_bytes": "Bytes of shuffle messages, by path and kind of peer",
     "gpurt_send_seconds": "Seconds from sending shuffle messages until their answers",

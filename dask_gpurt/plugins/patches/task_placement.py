@@ -76,7 +76,7 @@ class Placer(Protocol):
         """Record that a worker ended a task that took `seconds`."""
 
     def slowness(self, ws: WorkerState) -> float:
-        """Return the seconds that a worker takes for what takes others one second."""
+        """Return the seconds that a worker needs for work that takes others one second."""
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
         """Record the transfers that a worker received: by peer, the sum and the count of rates."""
@@ -90,9 +90,9 @@ _MAX_SCANNED = 32
 
 
 def _least_busy(scheduler: Scheduler) -> WorkerState | None:
-    """Return a worker with the fewest tasks of those with a free slot, as stock Dask does.
+    """Return the worker with the fewest tasks among those with a free slot, as stock Dask does.
 
-    The result is None if finding it takes a long scan.
+    Return None if no worker has a free slot, or if finding it takes a long scan.
     """
     spare, idle = scheduler.idle_task_count, scheduler.idle
     if not spare:

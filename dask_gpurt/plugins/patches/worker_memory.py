@@ -112,8 +112,8 @@ _ASSUMED_NBYTES = 1_000_000
 #: States of a task on a worker that will still use its inputs.
 _WILL_USE = frozenset({"waiting", "ready", "constrained"})
 
-#: Most queued tasks that are sorted for one query: 8 ms on the scheduler's event loop. Further
-#: workers count as being at the beginning of their queues.
+#: Most queued tasks that are sorted for one query: 8 ms on the scheduler's event loop. On further
+#: workers, each task counts as the next one.
 _MAX_QUEUED = 10_000
 
 Execute = Callable[..., Awaitable[Any]]
@@ -366,7 +366,7 @@ def is_on_device(value: Any) -> bool:
     return True
 
 
-#: Packages whose types have layouts of ours, or are pickled, which loses nothing of them.
+#: Packages whose types have a layout of ours, or are pickled without a loss.
 _NOT_FOR_SERIALIZERS = frozenset({"builtins", "array", "numpy", "pandas", "pyarrow"})
 #: Large enough that frames are never split.
 _NO_SPLIT_NBYTES = 1 << 62

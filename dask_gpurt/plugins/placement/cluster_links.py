@@ -56,7 +56,7 @@ class Uplink(NamedTuple):
 
 
 class _Known(IntEnum):
-    """How links are known: not all, all but some from reports, or all from a person."""
+    """How much is known of links: not all; all, but some by reports; or all from a person."""
 
     PARTLY = 0
     REPORTED = 1

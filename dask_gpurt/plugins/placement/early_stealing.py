@@ -2,8 +2,8 @@
 
 Stock Dask balances once a second. That loses little while workers are equally fast. But a task that
 waits behind the first task of a slow worker begins late, and then takes several times as long as
-elsewhere. This module only triggers the balancing. Which worker may take which task is decided as
-for any other steal (`dask_gpurt.plugins.placement.placer`).
+elsewhere. This module only triggers the balancing. The placer decides as for any other steal which
+worker may take a task (`dask_gpurt.plugins.placement.placer`).
 """
 
 from __future__ import annotations

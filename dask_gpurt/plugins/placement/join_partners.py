@@ -44,8 +44,8 @@ class JoinPartners:
     ) -> list[Partners]:
         """Return join partners, for each task that will join the output.
 
-        A later task with a single input passes it on, so its dependents count too. Of `x.T + x`,
-        blocks meet that were made two tasks apart.
+        A later task with a single input passes it on, so its dependents count too. In `x.T + x`,
+        one operand passes through another task before the two blocks meet.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ def times_joined(ts: TaskState) -> int | None:
 
 
 def _place_of(ts: TaskState) -> WorkerState | None:
-    """Return the worker of a result: its holder, its processor, or the one of its only input."""
+    """Return the worker that has or computes a result; else the worker of its only input."""
     for _ in range(MAX_CHAIN):
         who = ts.who_has
         if who:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
-#: Least products that need the one operand, and the other. With fewer there is little to save.
+#: Least products that need the operand with fewer products, and the other one. With fewer products
+#: there is little to save.
 MIN_USES, MIN_MOST_USES = 2, 3
 #: Limit of tasks from a product to its output, and of tasks of an output with its products.
 MAX_STEPS = 8
@@ -57,7 +58,7 @@ class Contractions:
     def host_of_root(self, root: TaskState) -> tuple[bool, str | None]:
         """Return whether a root task makes an operand, and the host planned for it, if any.
 
-        Where hosts differ, no task counts as one that makes an operand.
+        If hosts are not alike, there are no plans, and the answer is always no.
         """
         if not self._alike_hosts():
             return False, None
@@ -190,7 +191,7 @@ def _n_products(operand: TaskState, product: TaskState) -> int:
 
 
 def _output_of(product: TaskState, min_outputs: int) -> TaskState | None:
-    """Return the output of a product: the last dependent in a chain of which there are enough."""
+    """Return the output of a product: the last task of its chain whose group is large enough."""
     found = product
     for _ in range(MAX_STEPS):
         if len(found.dependents) != 1:

@@ -136,7 +136,7 @@ class Placement:
         return self._links.undescribed()
 
     def ended(self, ts: TaskState, address: str, seconds: float) -> None:
-        """Record that a worker ended a task in so many seconds."""
+        """Record that a worker ended a task that took `seconds`."""
         ws = self._scheduler.workers.get(address)
         if ws is not None and self._policy != "stock":
             self._view.ended(ts, ws, seconds)
@@ -168,7 +168,7 @@ class Placement:
         return {"known": False, "key": str(key), "reason": reason}
 
     def summary(self) -> dict[str, Any]:
-        """Return counts of decisions, and of those that stock Dask would make differently."""
+        """Return how many decisions were made, and how many of them differ from stock Dask's."""
         return {"policy": self.policy_now, **self.log.summary()}
 
     # ------------------------------------------------------------------ tasks with inputs

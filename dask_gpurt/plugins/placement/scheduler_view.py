@@ -271,7 +271,7 @@ class PlacementView:
         return self.speeds.slowness(ws.address, now_s, groups)
 
     def ended(self, ts: TaskState, ws: WorkerState, seconds: float) -> None:
-        """Record that a worker ended a task in so many seconds."""
+        """Record that a worker ended a task that took `seconds`."""
         self.speeds.ended(ws.address, ts.group.name, seconds, self._clock(), not ws.processing)
 
     def ahead_s(
@@ -430,10 +430,10 @@ class PlacementView:
     def idle_candidates(self, ts: TaskState, joins: Sequence[Partners]) -> tuple[str, ...]:
         """Return workers with a free thread that are candidates even if they have no inputs.
 
-        There are none while the scheduler has queued tasks: an idle worker is about to get one of
+        While the scheduler has queued tasks, there are none. An idle worker is about to get one of
         those, and moving bytes to it makes no task end sooner. There are none either while a holder
-        of inputs could begin at once and is no slower than others. But if candidates are so many
-        that some are left out, these free holders are returned, those with the most bytes first.
+        of inputs could begin at once and is no slower than others. But if some candidates are left
+        out, these free holders are returned, those with the most bytes first.
         """
         state = self._scheduler
         if not state.idle or state.queued:
@@ -465,7 +465,7 @@ def tasks_per_thread(ws: WorkerState) -> float:
 
 
 def unknown_s(prefix: TaskPrefix) -> float:
-    """Return the assumed duration of tasks of which none has ended: the least a task takes.
+    """Return the duration that is assumed for a kind of task before one of them has ended.
 
     Stock Dask assumes half a second. With that, data is moved away from workers that are about to
     be done. With this figure no large result is moved for a wait that has not been observed; small

@@ -1,8 +1,8 @@
 """A shuffle run on this package's data plane, under distributed's control plane.
 
-On each worker, distributed's shuffle plugin drives an `ExchangeRun` exactly as its own runs. Run
-ids, the barrier, restarts and the refusal of stale runs stay distributed's. This package moves the
-data: `shuffle.plan` assigns owners, `shuffle.shards` stores what arrives, `transport` sends. A
+On each worker, distributed's shuffle plugin calls an `ExchangeRun` as it calls its own runs. Run
+ids, owners, the barrier, restarts and the refusal of stale runs stay distributed's. This package
+moves the data: `shuffle.plan` cuts shards, `shuffle.shards` stores them, `transport` sends them. A
 subclass (`frame_run`, `array_run`) cuts input partitions and assembles outputs.
 """
 
@@ -188,7 +188,7 @@ class ExchangeRun:
         return self.run_id
 
     def _complete(self, data: Any, partition_id: Any) -> Sequence[Inputs]:
-        """Return the input partitions to cut now: none yet, if the task hands over more."""
+        """Return groups of input partitions to cut now; empty if the task has more to hand over."""
         return [[(partition_id, data)]]
 
     def _add(self, inputs: Inputs) -> None:
@@ -245,9 +245,9 @@ class ExchangeRun:
         Parameters
         ----------
         source
-            Number of the input partition, or the least one.
+            Number of the input partition; the lowest number if there are several.
         parts
-            All of its rows.
+            All rows of these partitions, in parts of one layout each.
         """
         attempt = random.getrandbits(64)
         for worker, slots in self._plan.slots_of_worker.items():
@@ -356,7 +356,7 @@ class ExchangeRun:
         except Exception as error:
             self._exception = error
             raise
-        # A run that was closed meanwhile dropped its queue: that was not delivered.
+        # If the run was closed meanwhile, it dropped its queue, and those shards never arrived.
         self.raise_if_closed()
 
     # ------------------------------------------------------------------ unpack

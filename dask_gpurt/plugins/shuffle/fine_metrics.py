@@ -117,7 +117,7 @@ def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
     """Add the `amount` of a message before and after encoding; skip messages inside a host.
 
     Each message is reported once, however often it was sent. The ratio of the two is the gain of
-    the codecs. The labels are those for which stock reports seconds.
+    the codecs. Stock Dask reports seconds under the same labels.
     """
     if wire_nbytes:
         amount("compress", raw_nbytes)

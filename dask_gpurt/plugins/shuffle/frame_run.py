@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
-#: On the scheduler's event loop.
+#: Owners of the latest run. Only the scheduler's event loop uses them.
 _OWNERS = LatestOwners()
 
 
@@ -169,7 +169,7 @@ MOST_WAITING_NBYTES = 32 << 20
 
 
 class _Given(NamedTuple):
-    """The numbers of the inputs that a task has handed over, and those that wait for the rest."""
+    """Numbers of the inputs that a task has handed over, and the inputs that wait for others."""
 
     numbers: set[int]
     waiting: dict[int, Any]
@@ -192,7 +192,7 @@ class TaskInputs:
     def add(
         self, task: Any, n_inputs: int, partition: int, data: Any, nbytes: float
     ) -> list[Inputs]:
-        """Return the groups of inputs to cut now: a large one alone, small ones with the last."""
+        """Return groups of inputs to cut now: a large one alone; small ones once all are there."""
         given = self._given.setdefault(task, _Given(set(), {}))
         if partition in given.numbers:
             # The task failed half-way, and runs again.
@@ -204,7 +204,7 @@ class TaskInputs:
         else:
             given.waiting[partition] = data
         if len(given.numbers) == n_inputs:
-            # `clear` may have come meanwhile.
+            # `clear` may have removed the task meanwhile.
             self._given.pop(task, None)
             if given.waiting:
                 groups.append(sorted(given.waiting.items(), key=itemgetter(0)))
@@ -287,7 +287,7 @@ class FrameRun(ExchangeRun):
             try:
                 found.append(self._joined(several))
             except ValueError:
-                # Arrow's dictionaries with few bits for a code may not fit into one.
+                # Arrow cannot join dictionaries if their codes have too few bits for all values.
                 found += [self._joined([one]) for one in several]
         return found
 

@@ -99,7 +99,7 @@ class Messenger:
             run.memory_for,
             self._state.memory_nbytes,
         )
-        #: Size of messages from device memory; 0 until there is a shard for one.
+        #: Size of messages from device memory; 0 until the run sends a shard from there.
         self._device_message_nbytes = 0
         retry_key = "distributed.p2p.comm.retry"
         self._retry = {
@@ -144,7 +144,7 @@ class Messenger:
         return message
 
     async def send_around(self, relay: str, shards: Sequence[Outgoing]) -> Message:
-        """Deliver shards to each of their targets: their relay cannot be reached."""
+        """Deliver shards to their targets directly, because their relay cannot be reached."""
         return messages.enveloped(
             {
                 target: await self.send(target, [replace(shard, target=None) for shard in group])
@@ -219,7 +219,7 @@ class Messenger:
         return DEVICE if transport == "auto" else transport
 
     def expect_device_shards(self) -> None:
-        """Note that shards in device memory are sent: their messages are larger."""
+        """Note that this run sends shards from device memory, in larger messages."""
         if not self._device_message_nbytes:
             self._device_message_nbytes = messages.device_message_nbytes(
                 self._settings.message_nbytes, self._n_peers, shards_limit_nbytes()
@@ -229,7 +229,7 @@ class Messenger:
             budget = self._state.send_budget(self._settings)
             owner = self._run.id, self._run.run_id
             budget.want(owner, most_nbytes)
-            # A run that was closed meanwhile has withdrawn what it wanted already.
+            # `close` may have withdrawn the room of this run before the call above.
             if self._run.closed:
                 budget.forget(owner)
 
@@ -258,7 +258,7 @@ class Messenger:
         Raises
         ------
         ProtocolError
-            This is not an address, or not the number of a message.
+            `sender` is no address, or `number` is no message number.
         """
         request_checks.message(sender, number)
         run = self._run
@@ -347,8 +347,8 @@ class Messenger:
             return self._run.memory_for(header.buffer_nbytes, header.first_slot)
 
         opened = partial(messages.decode_shards, headers, buffers, empty_shard, in_place=not inside)
-        # Decoding, copying and checking touch every byte. On the event loop they would keep it from
-        # starting tasks and reading other messages.
+        # Decoding, copying and checking touch every byte. On the event loop, this would delay the
+        # start of tasks and other messages.
         if inside or any(header.table or header.checksum for header in headers):
             nbytes = sum(header.buffer_nbytes for header in headers)
             return await self.in_lane("decode", nbytes, opened)

@@ -1,4 +1,4 @@
-"""The form of a received message's payload: buffers in the message itself, or where they are."""
+"""The payload of a received message: the buffers themselves, or their places."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def view_of(part: Any, nbytes: int) -> npt.NDArray[np.uint8]:
     Raises
     ------
     ProtocolError
-        Their number is not the announced one.
+        The part does not have the announced length.
     """
     found = np.frombuffer(part, dtype=np.uint8)
     if found.nbytes != nbytes:

@@ -1,7 +1,7 @@
 """Connections of a worker for shuffle messages, apart from those that Dask's own calls use.
 
-Dask's pool has a limit, and a worker's heartbeats use it too. Behind many messages that wait for
-their receivers, a heartbeat would wait as well, and the scheduler would take the worker for dead.
+Dask's pool has a limit, and a worker's heartbeats use it too. If many messages wait for their
+receivers, a heartbeat would wait behind them, and the scheduler would take the worker for dead.
 Messages over UCX and shared memory use these connections for their headers.
 """
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from distributed import Worker
     from distributed.comm import Comm
 
-#: Open files that a worker is allowed at most by `allow_open_files`. Programs that close every
-#: possible file, as some do before they start another, take too long with a larger limit.
+#: Highest limit of open files that `allow_open_files` sets. Some programs close every possible file
+#: before they start another program. With a larger limit, that takes too long.
 _MOST_FILES = 1 << 16
 #: One of this many open files is for a connection to a peer. Peers open as many to this worker. A
 #: connection that is closed to make room for another takes its file for a while longer.
@@ -33,7 +33,7 @@ _pools: weakref.WeakSet[PeerConnections] = weakref.WeakSet()
 
 
 def open_files() -> tuple[int, int]:
-    """Return the files that this process may have open, and those that it may ask for."""
+    """Return how many files this process may open now, and how many it could be allowed."""
     import resource  # Windows lacks it, and clients there import this module
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,9 +54,9 @@ def allow_open_files() -> int:
 
 
 def needed_files(n_workers: int) -> int:
-    """Return the open files with which a worker keeps its connections to all others.
+    """Return how many open files a worker needs to keep its connections to all others.
 
-    With fewer, it closes connections between messages, and makes new ones.
+    A worker that may open fewer closes connections between messages, and makes new ones.
     """
     n_peers = n_workers - 1
     # A few peers get more connections each than many do.

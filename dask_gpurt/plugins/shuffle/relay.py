@@ -87,14 +87,14 @@ class Relay:
         self._limit_nbytes = limit_nbytes
 
     async def divide(self, header: bytes, payload: Any) -> list[Shard]:
-        """Hand on what is for others; return the shards that are for this worker.
+        """Forward the shards of other workers; return the shards for this worker.
 
         Raises
         ------
         ProtocolError
             The message is malformed, or is for a worker that has no part in the run.
         OSError, DamagedError
-            A worker of this host could not be given its shards. The sender may send all again.
+            A worker of this host did not get its shards. The sender may send the message again.
         """
         forwards = envelope.decode(header)
         if strangers := {one.target for one in forwards} - self._workers:
@@ -134,7 +134,7 @@ class Relay:
 
     async def _pass_on(self, one: envelope.Forward, buffers: Buffers, *, inside: bool) -> None:
         if inside:
-            # Buffers inside a control message are in no memory that peers can read.
+            # Peers cannot read the memory of buffers that came inside a control message.
             nbytes = sum(len(buffer) for buffer in buffers)
             buffers = await self._post.in_lane("hand on", nbytes, self._copied, buffers)
         message = Message(one.header, list(buffers))

@@ -24,7 +24,7 @@ class RunControl:
         self._worker = worker
         self._shuffle_id = shuffle_id
         self._run_id = run_id
-        #: Whether this run is over, once a task has asked for a new one.
+        #: Resolves to whether this run is over; None until a task asks for a new run.
         self._is_over: asyncio.Future[bool] | None = None
 
     async def is_stale(self) -> bool:
@@ -63,7 +63,8 @@ class RunControl:
         A released output is wanted again if the worker that held a result of it died, or if a later
         graph reads the same shuffle.
         """
-        # Tasks of all threads find out at once. The scheduler logs an error for each further ask.
+        # Tasks in several threads may fail at once. The scheduler logs an error for each repeated
+        # request.
         if self._is_over is None:
             logger.warning("shuffle %s starts over: %s", self._shuffle_id, error)
             self._is_over = asyncio.ensure_future(self._end())

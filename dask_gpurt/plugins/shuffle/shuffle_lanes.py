@@ -1,4 +1,4 @@
-"""The threads of a worker for all work of shuffles that touches every byte."""
+"""The threads of a worker that process the messages of shuffles and spill shards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dask_gpurt.devices.ledger import Ledger
 
 
 class ShuffleLanes:
-    """Threads in which runs encode and spill.
+    """Threads that encode, decode and copy messages, and one thread that spills.
 
     Parameters
     ----------
     n_threads
-        Threads for codecs: as many as the worker has for tasks.
+        Number of threads for messages: as many as the worker has for tasks.
     """
 
     def __init__(self, n_threads: int, ledger: Ledger) -> None:

@@ -70,20 +70,20 @@ class Links(Arrivals):
     keep_nbytes
         Limit for idle memory in the pool of outgoing shards.
     ledger
-        Gets an entry for each message that is not a shuffle's.
+        Gets an entry for each message of a broadcast or a group.
     """
 
     def __init__(self, worker: Worker, keep_nbytes: int, ledger: Ledger | None = None) -> None:
         super().__init__(worker)
         self.ledger = ledger
         self._worker = worker
-        #: `gpurt.shuffle.transport` as this worker heard it last. Broadcasts and groups use it too.
+        #: Latest value of `gpurt.shuffle.transport` here. Broadcasts and groups use it too.
         self.transport = "auto"
         self.connections = PeerConnections(worker)
         self._onward: PeerConnections | None = None
         self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
-        #: By transport, the peers whose path leads through this host's memory. Kept current: every
-        #: message asks for them, and there may be a thousand paths.
+        #: For each transport setting, the peers that are reached through shared memory. Kept as a
+        #: set, because every message asks for it and there may be a thousand paths.
         self._on_host: dict[str, set[str]] = {}
         self._lender: Lender | None = None
         self._no_memory = ""
@@ -296,7 +296,7 @@ class Links(Arrivals):
     async def _link_device(self, address: str, why_not: dict[str, str], call: Call) -> Transport:
         if address in self._device_failures:
             raise RefusedError(f"it failed: {self._device_failures[address]}")
-        # Also inside a host: UCX copies from device to device without the host.
+        # Inside a host too: UCX copies from device to device without a copy in host memory.
         path = await self._link_ucx(address, why_not, call)
         if not path.takes_device_memory:
             raise RefusedError("UCX does not know device memory at both ends")

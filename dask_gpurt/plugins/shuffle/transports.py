@@ -1,9 +1,8 @@
 """The transports from this worker to one peer: each sends a message and returns the answer.
 
-`HostRefusals` remembers which hosts have no memory in common with this one.
-
 `shuffle.messages` encodes a message, and `plugins.shuffle.transport_choice` picks the transport.
 Control messages always use Dask's own connections; a transport decides where the payload is.
+`HostRefusals` remembers which hosts share no memory with this one.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ class UcxTransport:
             try:
                 await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
                 if not answering.done():
-                    # A send fails at once, but the peer's answer may take until its timeout.
+                    # If the send fails, its error comes sooner than the peer's answer.
                     await sending
                 answer = await answering
                 if was_taken := answer["status"] == "OK":

@@ -61,7 +61,7 @@ class Clocks:
         comparing.add_done_callback(self._later.discard)
 
     async def compare(self, workers: Sequence[WorkerTrace], n: int) -> None:
-        """Exchange clocks with workers, at most so many times each; keep the quickest exchange."""
+        """Exchange clocks with workers, at most `n` times each; keep the quickest exchange."""
         n = max(min(n, _MOST_IN_ROUND // max(len(workers), 1)), 1)
         await asyncio.gather(*(self._compare(one, n) for one in workers))
 

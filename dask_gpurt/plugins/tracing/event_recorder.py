@@ -92,7 +92,7 @@ class EventRecorder:
                 self._items.append(item)
 
     def key_number(self, key: Any) -> int:
-        """Return the number of a key in the file. Only for calls that encode."""
+        """Return the number of a key in the file. Only encoding calls may use it."""
         number = self._keys.get(key)
         if number is None:
             if len(self._keys) >= _MOST_KEYS:

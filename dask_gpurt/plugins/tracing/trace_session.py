@@ -245,7 +245,7 @@ class TraceSession(SchedulerPlugin):
                 for one in recording:
                     group.create_task(self._end_worker(one))
             await self._await_files()
-            # Only now: workers have said until when these ran.
+            # After the files are here: workers have told until when these tasks ran.
             self._tasks.note_running(self.ended_s)
             for one in self._workers:
                 if one.left_s is not None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from dask_gpurt.tracing.events import LaneWork, TaskTimes, Trace
 from dask_gpurt.tracing.lane_names import FETCH, NOT_SENDS, RECEIVE
 
-#: Most arrows into one task. With more inputs, the last ones to be ready get them: they are the
-#: ones that the task waited for, and a picture with thousands of arrows shows nothing.
+#: Most arrows into one task. With more inputs, only the last ones to be ready get arrows: the task
+#: waited for these. A picture with thousands of arrows shows nothing.
 MAX_ARROWS = 16
 
 #: Numbers of messages begin here. Numbers of outputs are smaller.

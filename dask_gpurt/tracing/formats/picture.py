@@ -1,10 +1,10 @@
-"""How a trace is drawn: on which row each event is, and in which order a file has them.
+"""The picture of a trace: the row of each event, and the order of events in a file.
 
 A process has a row for each thread that ran tasks, rows for each lane, a row for each sampled
 quantity, and one for instants. Slices of one row follow each other or lie in each other, because
 viewers cannot show others. Work that overlaps other work of its lane therefore gets a row of its
-own. Two kinds of work lie in other slices: a wait, in the work that waits, and a part of a shuffle,
-in the task that it is part of.
+own. A wait lies in the slice of the work that waits, and a part of a shuffle in the slice of its
+task.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Rows:
     def _open_on(self, row: PictureRow, group: _RowGroup, end_ns: int) -> PictureRow:
         self._n_slices += 1
         row.ends_ns.append(end_ns)
-        # Of slices that end at one time, the one that began last ends first.
+        # If several slices end at one time, the one that began last ends first.
         heapq.heappush(self._open, (end_ns, -self._n_slices, row, group))
         return row
 
@@ -212,8 +212,8 @@ def drawn_samples(samples: Iterable[Sample]) -> Iterator[Sample]:
 def draw(trace: Trace) -> Iterator[SliceBegin | SliceEnd | PointEvent]:
     """Draw a trace, in the order of time.
 
-    Of events that start together, tasks come first, and receives last: viewers draw an arrow in the
-    order of events. An event that ends before its start gets no length.
+    If events start together, tasks come first and receives last: viewers draw arrows in the order
+    of events. An event that ends before its start gets no length.
     """
     arrows = ArrowFinder(trace)
     rows = _Rows()
@@ -241,7 +241,7 @@ _Event = LaneWork | TaskTimes | Instant | Sample
 
 
 def work_order(work: LaneWork) -> tuple[int, bool]:
-    """Sort work by its start. Of a send and its receive that start together, the send is first."""
+    """Sort work by its start. If a send and its receive start together, the send is first."""
     return nanoseconds(work.start_s), work.path == RECEIVE
 
 

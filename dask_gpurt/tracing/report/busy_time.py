@@ -93,7 +93,7 @@ def late(times_s: Column) -> Coverage:
 
 
 def crowded(start_s: Column, end_s: Column, at_least: int) -> Coverage:
-    """Return the time in which at least so many intervals were open."""
+    """Return the time in which at least `at_least` intervals were open."""
     times = np.concatenate([start_s, end_s])
     changes = np.repeat(np.array([1, -1]), len(start_s))
     order = np.lexsort((changes, times))

@@ -101,8 +101,8 @@ def critical_path(columns: Columns, stories: TaskStories) -> CriticalPath:
     seen: set[int] = set()
     waiting: list[int] = []
     while (task := _last_before(back.now_s, ends_s, by_end, seen)) is not None:
-        # What was submitted later than its inputs were there waited for the client, which had
-        # waited for another result, or for nothing.
+        # A task that was submitted after its inputs were ready waited for the client. The client
+        # may have waited for another result.
         back.task = -1
         back.to(tasks.known_s[task], CLIENT)
         for step, is_waiting in chain(columns, stories, task, back, seen):
@@ -149,7 +149,7 @@ def chain(
 def _last_before(
     time_s: float, ends_s: np.ndarray, by_end: np.ndarray, seen: set[int]
 ) -> int | None:
-    """Return the task whose result was known last before a time, of those that were not seen."""
+    """Return the unseen task whose result became known last before a time; None without one."""
     i = int(np.searchsorted(ends_s, time_s, side="right")) - 1
     while i >= 0 and int(by_end[i]) in seen:
         i -= 1

@@ -1,4 +1,4 @@
-"""What happened at single times, by name, and the kernels of GPUs."""
+"""Instants of a trace by name, such as evictions, and the kernels of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each host sent to other hosts and received from them: the load of its own link.
+"""The load of each host's own link: bytes sent to other hosts and received from them.
 
 Pairs of hosts share the link of a host. While three hosts send to one, each pair has a third of it.
 """

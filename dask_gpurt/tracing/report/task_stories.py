@@ -328,7 +328,7 @@ class TaskStories:
         return self._busy[process]
 
     def _full(self, process: int, saturation: float = 1.0) -> Coverage:
-        """Return when a worker had so many tasks for each thread, as far as the scheduler knew."""
+        """Return when a worker had `saturation` tasks for each thread, as the scheduler saw it."""
         name = f"full {saturation}"
         if (name, process) not in self._covered:
             tasks, rows = self._columns.tasks, self._by_process[process]

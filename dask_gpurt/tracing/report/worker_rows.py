@@ -14,7 +14,7 @@ from dask_gpurt.tracing.report.event_columns import Columns
 
 #: A median of fewer tasks says little.
 _ENOUGH_TASKS = 3
-#: Of more processes, one more or less does not change the median.
+#: With more processes, one more or less hardly changes the median.
 _FEW_PROCESSES = 50
 #: Name of the lane of tasks in `WorkerRow.lanes_s`.
 TASKS = COMPUTE

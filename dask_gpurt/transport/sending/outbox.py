@@ -1,9 +1,9 @@
 """Queues of outgoing shards, one per peer, with back-pressure.
 
 Producers are worker threads; sends are coroutines on the worker's event loop. A message costs its
-two ends the same time at any size, so small shards leave together: a message waits a moment for
-more shards, and while a peer takes one, new shards for it wait. A producer blocks while the
-worker's `SendBudget` has no room for its peer. The caller implements the sending.
+two ends the same time at any size, so small shards leave together. A message waits a moment for
+more shards. While a peer takes a message, new shards for that peer wait. A producer blocks while
+the worker's `SendBudget` has no room for its peer. The caller implements the sending.
 """
 
 from __future__ import annotations

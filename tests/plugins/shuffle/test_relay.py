@@ -53,7 +53,7 @@ def divided(post):
 
 
 def test_the_others_end_before_a_failure_is_reported():
-    """The sender may send all again, and peers still read from the buffers."""
+    """The sender may send the message again, and peers still read from the buffers."""
 
     async def run():
         post = MadePost(refuses=PEERS[:1])

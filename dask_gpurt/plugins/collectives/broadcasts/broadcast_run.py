@@ -271,7 +271,7 @@ def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
 
 
 def longest_s(nbytes: int) -> float:
-    """Return the seconds after which nobody waits any longer for a broadcast of so many bytes."""
+    """Return the longest time that anybody waits for a broadcast of `nbytes`."""
     return PATIENCE_S + nbytes / LEAST_RATE
 
 

@@ -41,7 +41,7 @@ class WorkerBroadcasts:
         self._state = state
         self.awaited = AwaitedValues(worker, is_on=is_on)
         self._runs: dict[str, BroadcastRun] = {}
-        #: How each broadcast ended: the size of the value here, or the reason that there is none.
+        #: The end of each broadcast: the size of the value here, or the reason why it is missing.
         self._ends: dict[str, asyncio.Task[int | str]] = {}
 
     def handlers(self) -> list[Callable[..., Awaitable[Any]]]:

@@ -81,7 +81,7 @@ class Gang:
 
     @property
     def has_ended(self) -> bool:
-        # Of a group that has failed, ranks that have not begun never will.
+        # If the group has failed, ranks that have not begun will never begin.
         is_known = self.failure is not None or len(self.done | self.left) == len(self.workers)
         return is_known and self.joined <= self.left
 

@@ -106,7 +106,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class SliceHeader:
-    """What comes with the bytes of some slices.
+    """The header of a message with slices.
 
     Attributes
     ----------

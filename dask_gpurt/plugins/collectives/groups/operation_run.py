@@ -45,7 +45,7 @@ WINDOW = 2
 
 
 class OperationPlan:
-    """What a rank does in an operation."""
+    """The steps, memory and operation of one rank."""
 
     def __init__(
         self,

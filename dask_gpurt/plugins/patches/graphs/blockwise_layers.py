@@ -1,7 +1,7 @@
 """Blockwise layers of DataFrame programs: find them in an expression, put their tasks together.
 
-Dask puts them together itself when a program calls `persist`, and did so in all programs until
-2025. `compute` now leaves each layer its tasks.
+With `persist`, Dask itself puts them together. Until 2025 it did so with `compute`, too. Now
+`compute` leaves each layer its own tasks.
 
 `placement.blockwise_groups` decides which layers go together.
 
@@ -53,7 +53,7 @@ def layers(expr: Any, stays: Callable[[Any], bool]) -> list[Layer]:
     expr
         All that a client sent, as an expression of Dask.
     stays
-        Tells of a key whether its task stays as it is.
+        Returns whether the task of a key stays as it is.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def put_together(
 
 
 def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
-    """Return a graph in which tasks that a scheduler has need the groups that they have there.
+    """Return a graph in which known tasks depend on the same groups as in the scheduler.
 
     Dask warns of a key whose inputs change, and ignores the new ones. If a task came with an
     earlier graph, its inputs may be in groups, and they stay so.
@@ -138,14 +138,14 @@ def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
     for key, task in graph.items():
         spec = _spec_of(key, known)
         if spec is not None and _needs_groups(spec, task, known):
-            # A thread looks: meanwhile the scheduler may forget a task that is not needed any more.
+            # This runs in another thread, and the scheduler may forget a task at any moment.
             with contextlib.suppress(_Forgotten):
                 found.update(_with_all_needed(spec, graph, known))
     return {**graph, **found} if found else graph
 
 
 class _Forgotten(Exception):
-    """The scheduler has not all tasks any more that a known task needs."""
+    """The scheduler no longer has all tasks that a known task needs."""
 
 
 def _spec_of(key: Any, known: Mapping[Any, TaskState]) -> GraphNode | None:
@@ -170,7 +170,7 @@ def _with_all_needed(spec: GraphNode, graph: Graph, known: Mapping[Any, TaskStat
 
 
 def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskState]) -> bool:
-    """Return whether a task is the one that a scheduler has, which needs groups there.
+    """Return whether the scheduler has the same task, but with groups as its inputs.
 
     For example, the scheduler's needs `part-fused-chunk`, and this one needs `chunk`.
     """
@@ -196,7 +196,7 @@ def _partitions(
         tasks = [graph.get((name, number)) for name in names]
         found = [task for task in tasks if task is not None and may_be_fused(task)]
         needed = Counter(key for task in found for key in task.dependencies)
-        # A layer may have tasks that its expression does not tell of, and these may need one.
+        # A layer may have tasks that its expression does not show, and these may need one of these.
         if len(found) == len(names) and all(
             needed[task.key] == n_dependents[task.key] for task in found[:-1]
         ):
@@ -206,7 +206,7 @@ def _partitions(
 
 def _name(tasks: Sequence[GraphNode]) -> str:
     """Return the name of a group with all its partitions, given the tasks of one of them."""
-    # The reading of a file first: it tells most of a task, and takes longest.
+    # Tasks without inputs first: the reading of a file says most of a task, and takes longest.
     sources_first = sorted(tasks, key=lambda task: bool(task.dependencies))
     names = [*dict.fromkeys(key_split(one.key).removesuffix("-fused") for one in sources_first)]
     # Dask ends the name of a task at the first word with other characters.

@@ -47,7 +47,7 @@ logger = logging.getLogger("dask_gpurt")
 #: Returns the tasks of a graph that some keys need.
 culled = distributed.scheduler._cull
 
-#: Returns layers to use in place of these, for such keys; may be called in another thread.
+#: Returns the layers to use in place of a graph's, given the wanted keys. May run in any thread.
 Rewrite = Callable[["HighLevelGraph", Sequence[Any]], "HighLevelGraph"]
 
 
@@ -59,8 +59,8 @@ class SentProgram(NamedTuple):
     wanted
         Keys that its client wants.
     may_fuse
-        Whether tasks may be put together. Not if the program says something of each task: the
-        number of its retries, or a function of its key.
+        Whether tasks may be fused. Not if the program treats single tasks differently: by retries,
+        actors, or annotations that are functions of a key.
     is_awaited
         Whether the program waits for the results, as `compute` of a collection does. If not, it
         may send another graph with some of the same tasks, to share their results.
@@ -117,7 +117,7 @@ def _prepare(expr: Any, rewrite: Rewrite) -> None:
 
 
 def _changed(tasks: Any, swaps: tuple[GraphSwap, ...], program: SentProgram) -> Any:
-    """Return tasks after all changes. One that fails leaves them as they are."""
+    """Return the tasks after all changes. A change that fails has no effect."""
     for swap in swaps:
         if swap.tasks is not None:
             try:
@@ -168,7 +168,7 @@ _replaced = _ReplacedFunction()
 
 def _is_awaited(message: Mapping[str, Any]) -> bool:
     collections = (message.get("span_metadata") or {}).get("collections", ())
-    # Of all functions that send graphs, only `Client.get` calls them so.
+    # Only `Client.get` gives its collections this type.
     return any(one.get("type") == "low-level-graph" for one in collections)
 
 
@@ -185,8 +185,8 @@ class _Handler:
         may_fuse = not (
             "retries" in said or message.get("actors") or any(map(callable, said.values()))
         )
-        # One after the other. A graph is changed by the tasks that the scheduler has, and it must
-        # have those of earlier graphs by then.
+        # One graph after the other: changes depend on the tasks that the scheduler has, and these
+        # must include the tasks of earlier graphs.
         async with self._one_by_one:
             program = SentProgram(frozenset(message["keys"]), may_fuse, _is_awaited(message))
             token = _arriving.set((tuple(self.swaps), program))

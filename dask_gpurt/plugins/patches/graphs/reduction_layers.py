@@ -49,7 +49,7 @@ _KINDS = "biufc"
 def _functions() -> tuple[frozenset[Any], frozenset[Any], Any]:
     """Return the functions of chunks, those that combine their results, and `_concatenate2`.
 
-    A result of each of them depends on the elements at the same place, but for the reduced axes.
+    An element of their results depends only on elements at the same place, along all kept axes.
     """
     # Imported late: not every scheduler has NumPy, and graphs with arrays have imported this.
     from dask.array import chunk, reductions, routines
@@ -145,9 +145,9 @@ class Tree:
 
 
 def trees(graph: HighLevelGraph, keys: Any, least_nbytes: int) -> list[Tree]:
-    """Find the reductions whose largest chunk of the result has at least so many bytes.
+    """Find the reductions whose largest result chunk has at least `least_nbytes`.
 
-    Takes a look at each layer, and at one task of each layer that may be part of a tree.
+    This reads each layer, and one task of each layer that may be part of a tree.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _tree(
     while names[0] in inner:
         names.insert(0, inner[names[0]])
     leaf = _only(graph.dependencies[names[0]])
-    # Annotations by key would have to be made for keys that they do not know.
+    # A function that annotates by key does not know the keys of slices.
     if leaf is None or any(_has_annotation_by_key(graph.layers[one]) for one in names):
         return None
     below = graph.layers[leaf]

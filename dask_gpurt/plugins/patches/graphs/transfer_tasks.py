@@ -1,7 +1,7 @@
 """Tasks that hand inputs to a shuffle: find them in a graph, and write fewer of them.
 
-Dask gives each input a task that makes it and a task that hands it to the shuffle. In arrays, Dask
-makes one task of both; here all shuffles get that. A task may hand over several inputs, too. A run
+Dask gives each input a task that makes it and a task that hands it to the shuffle. For arrays, Dask
+fuses the two; here this is done for all shuffles. A task may hand over several inputs, too. A run
 takes them together (`plugins.shuffle.frame_run`), once it has the last one.
 
 `placement.input_groups` decides which inputs go together.
@@ -73,7 +73,7 @@ class Chain:
 
     @property
     def inputs(self) -> set[Any]:
-        """Keys that these tasks need of others."""
+        """Keys of the other tasks that these tasks need."""
         own = {task.key for task in self.tasks}
         return {key for task in self.tasks for key in task.dependencies} - own
 
@@ -89,7 +89,7 @@ def may_be_fused(task: GraphNode) -> bool:
 
 
 def token_of(contents: object) -> str:
-    """Return a token for keys, of a list of keys in lists."""
+    """Return a token for new keys: a hash of nested lists of keys."""
     return hashlib.md5(repr(contents).encode(), usedforsecurity=False).hexdigest()
 
 
@@ -101,7 +101,7 @@ def with_own_keys(graph: Graph) -> Graph:
     Returns
     -------
     dict
-        The same object, if all tasks have.
+        The same object, if all tasks have their keys already.
     """
     named = {
         key: Alias(key, task.target) if isinstance(task, Alias) else task.substitute({}, key)
@@ -203,7 +203,7 @@ def write(graph: Graph, shuffles: Sequence[tuple[Barrier, Sequence[Sequence[Chai
     shuffles
         Each shuffle with its groups of chains.
     """
-    # A key stands for the same inputs for ever, so its token tells how all of them are grouped.
+    # A key must always stand for the same inputs, so its token depends on the whole grouping.
     grouping: dict[str, list[list[list[Any]]]] = {}
     for _, groups in shuffles:
         keys = [[[task.key for task in chain.tasks] for chain in group] for group in groups]
@@ -233,9 +233,9 @@ def _write(graph: Graph, barrier: Barrier, groups: Sequence[Sequence[Chain]], to
 
 
 def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskState]) -> bool:
-    """Put the tasks in place that a scheduler has for a shuffle; return whether it has them.
+    """Use the tasks that a scheduler has for a shuffle already; return whether it has them.
 
-    A task of a scheduler keeps its inputs, so a shuffle is always written as it was first.
+    A known task keeps its inputs, so a shuffle must be written as it was the first time.
     """
     known = tasks.get(barrier.key)
     spec = known.run_spec if known is not None else None

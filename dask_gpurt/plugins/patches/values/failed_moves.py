@@ -1,9 +1,9 @@
 """Values that a worker could not fetch, although their holders are there: their tasks go elsewhere.
 
-A worker that cannot unpickle an input, or whose peer could not pickle it, reports that the input
-has failed: a lock, an open file, a generator. Stock Dask ignores that, because the input is in
-memory elsewhere. So the task that needs it waits for ever. This patch moves that task to a worker
-with the input, or lets it fail.
+Some inputs cannot be pickled or unpickled: a lock, an open file, a generator. The worker that wants
+such an input reports that it has failed. Stock Dask ignores that, because the input is in memory
+elsewhere. So the task that needs it waits for ever. This patch moves that task to a worker with the
+input, or lets it fail.
 
 A worker asks for several values in one message. If one of them cannot be moved, the others count as
 *stuck*, too. So a task with stuck inputs on several workers is tried on each of them.

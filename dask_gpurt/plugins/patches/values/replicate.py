@@ -1,4 +1,4 @@
-"""Replicas that a client asks for: how they are made, and that they stay.
+"""Replicas that a client asks for: broadcasts make them where possible, and they stay.
 
 | what | why | taken back by |
 |---|---|---|
@@ -154,7 +154,7 @@ def _running(scheduler: Scheduler, addresses: Iterable[str]) -> set[WorkerState]
     Raises
     ------
     KeyError
-        An address is none of a worker, as from stock Dask.
+        No worker has this address. Stock Dask raises the same error.
     """
     return {scheduler.workers[address] for address in addresses} & scheduler.running
 
@@ -294,15 +294,15 @@ def stretches_of(frames: Iterable[Any]) -> list[Buffer]:
 class Received:
     """Memory for a value that arrives in stretches, and the value in it.
 
-    Dask's messages have large frames in parts. Parts of one frame are adjacent here, so that they
-    are a frame again without a copy.
+    Dask's messages divide large frames into parts. Here the parts of a frame are adjacent, so they
+    become a frame again without a copy.
 
     Parameters
     ----------
     lengths
         Bytes of each stretch.
     empty
-        Returns memory of so many bytes.
+        Returns memory of the given number of bytes.
     """
 
     def __init__(self, header: Any, lengths: Sequence[int], empty: Callable[[int], Buffer]) -> None:

@@ -177,7 +177,7 @@ class RootTasks:
         return chosen
 
     def _free_on_planned_host(self, host: str, *, is_queueing: bool) -> WorkerState | None:
-        """Return the least busy worker of a host, of those that are not far too busy."""
+        """Return the least busy worker of a host; None if all have far too many tasks."""
         free = (
             ws
             for ws in self._view.running_on(host)

@@ -61,7 +61,7 @@ class Findings:
         return {one.link: one for one in link_rows(self.columns) if one.is_network and one.rate}
 
     def is_worth(self, saves_s: float) -> bool:
-        """Return whether so many seconds are worth a change."""
+        """Return whether a change that saves `saves_s` is worth it."""
         return saves_s > 0 and saves_s >= _LEAST_SHARE * self.wall_s
 
     def setting(self, name: str) -> Any:

@@ -72,7 +72,7 @@ def _sums(found: Findings) -> tuple[float, float, float, int]:
         running_s = amount_over_time(start_s, end_s, columns.working_s[rows], at_s)
         with_any_s = amount_over_time(union.start_s, union.end_s, union.end_s - union.start_s, at_s)
         lasted_s = np.diff(at_s)
-        # Of a sample with few tasks in it, only their part is theirs.
+        # If tasks ran in a part of a sample only, the same part of its processor time is theirs.
         share = np.divide(with_any_s, lasted_s, out=np.zeros_like(lasted_s), where=lasted_s > 0)
         used_s += float((used * with_any_s)[share > _WAITING_SHARE].sum())
         ran_s += float(running_s[share > _WAITING_SHARE].sum())

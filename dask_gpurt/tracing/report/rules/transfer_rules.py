@@ -44,11 +44,11 @@ _COMPRESS = "gpurt.shuffle.compression: lz4"
 
 def slow_link(found: Findings) -> Bottleneck | None:
     """One link between hosts carries less than others, or less than it can, or all that it can."""
-    # Of a slow host, each pair is slow. The host's own link is the cause, and has the true rate.
+    # All pairs of a slow host are slow. The host's own link is the cause, and has the true rate.
     candidates = [one for row in found.hosts if (one := _slow_host(found, row)) is not None] or [
         one
         for row in found.links.values()
-        # Of many links, nearly all are not on the path.
+        # There may be many links, and only few of them are on the path.
         if found.is_worth(found.network_s.get(row.link, 0.0))
         and (one := _slow_link(found, row)) is not None
     ]
