@@ -24,8 +24,9 @@ def enable(client: Client) -> Any:
     """Switch the runtime on for the cluster of a client.
 
     The `gpurt.*` settings of this process apply to the cluster from now on; `gpurt.enabled` is
-    ignored. If the runtime is already on, the new settings replace the old ones. Only
-    `gpurt.memory` is different: it applies to workers that start afterwards.
+    ignored. If the runtime is already on, the new settings replace the old ones, with two
+    exceptions. `gpurt.memory` applies to workers that start afterwards, and
+    `gpurt.collectives.enabled` stays as it is until `disable`.
 
     Parameters
     ----------

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -153,12 +154,11 @@ class GpurtScheduler(SchedulerPlugin):
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
         self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
-        self._replaced: list[Any] = [
-            p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, self.ready.__contains__),
-            self._restarts,
-            OutputOwners(scheduler),
-            FewerTasks(scheduler),
-        ]
+        swap = p2p.SpecSwap(
+            scheduler, self._choose, self._wait_for_reports, self.ready.__contains__
+        )
+        self._replaced: list[Any] = [swap, self._restarts, OutputOwners(scheduler)]
+        self._replaced.append(FewerTasks(scheduler))
         if self.settings.collectives.enabled:
             told = self.ready, self._wait_for_reports, lambda: self.settings
             self.collectives = ClusterCollectives(scheduler, *told)
@@ -205,7 +205,12 @@ class GpurtScheduler(SchedulerPlugin):
         await self.machines.configure(new.topology)
         if not self.is_active:
             return "another client switched the runtime off meanwhile"
-        before, self.settings = self.settings, new
+        before = self.settings
+        if new.collectives.enabled != (is_on := before.collectives.enabled):
+            # The parts on workers and here have to agree, and workers keep theirs.
+            new = replace(new, collectives=replace(new.collectives, enabled=is_on))
+            logger.warning("call dask_gpurt.disable first to change gpurt.collectives.enabled")
+        self.settings = new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._start_placement()
         if new.memory != before.memory:

@@ -287,6 +287,22 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
+async def test_collectives_stay_on_or_off_until_disable(c, s, a):
+    await dask_gpurt.enable(c)
+    off = {"gpurt.collectives.enabled": False, "gpurt.collectives.order": "any"}
+    with dask.config.set(off), captured_logger("dask_gpurt") as logged:
+        await dask_gpurt.enable(c)
+    assert "call dask_gpurt.disable first" in logged.getvalue()
+    assert (await dask_gpurt.status(c))["broadcasts"] is not None
+    settings = s.plugins["gpurt"].settings.collectives
+    assert (settings.enabled, settings.order) == (True, "any")
+    await dask_gpurt.disable(c)
+    with dask.config.set(off):
+        await dask_gpurt.enable(c)
+    assert (await dask_gpurt.status(c))["broadcasts"] is None
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
 async def test_ended_traces_and_plugins_are_not_kept_alive(c, s, a, tmp_path):
     """A scheduler may live for months, and a trace has the keys of all its tasks."""
     ended = []
