@@ -51,6 +51,9 @@ class Cut:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, dict):
             return {name: self(one) for name, one in value.items()}
+        if np.ndim(value) < len(self._index):
+            # Dask's `nanmin` returns such an array for an empty chunk. It raises its own error.
+            return value
         part = value[self._index]
         if type(part) is np.ndarray and not part.flags.forc and 0 not in part.strides:
             # Dask sends such a view in C order, so NumPy would walk through it in another order.

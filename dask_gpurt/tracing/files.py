@@ -132,7 +132,8 @@ def read(path: str | os.PathLike[str]) -> Trace:
     except _DAMAGE as error:
         why = str(error)
         if not isinstance(error, TraceFileError):
-            why = f"it is damaged, or dask_gpurt did not write it ({error!r})"
+            # Some errors contain all of the file.
+            why = f"it is damaged, or dask_gpurt did not write it ({repr(error)[:200]})"
         raise TraceFileError(f"{path} is no trace that can be read: {why}") from error
     except OSError as error:
         raise TraceFileError(f"cannot read {path}: {error.strerror or error}") from error

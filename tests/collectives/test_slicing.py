@@ -100,3 +100,9 @@ def test_repeated_counts_stay_repeated(small_pieces, repeated):
     assert (found["n"].strides == (0, 0)) == repeated
     assert found["n"].shape == (1, 300) and (found["n"] == 9).all()
     assert (found["total"] == 7).all()
+
+
+def test_a_value_without_the_axis_is_left_as_it_is():
+    """Stock Dask's function then gets what it would get without slices."""
+    value = np.ones(0)
+    assert Cut(1, 64, None)(value) is value

@@ -121,6 +121,10 @@ AS_SENT = {
     "arrow dictionary": lambda rng, i: arrow(
         ["a", "b"] * (N // 2), pa.dictionary(pa.int32(), pa.string())
     ),
+    "categorical of intervals": lambda rng, i: pd.Categorical(pd.interval_range(0, N)),
+    "categorical of datetimes with a zone": lambda rng, i: pd.Categorical(
+        pd.date_range("2020", periods=N, tz="Asia/Tokyo")
+    ),
 }
 
 INDEXES = {
@@ -146,6 +150,7 @@ INDEXES_AS_SENT = {
     "Int64": lambda rng, i: pd.Index(pd.array([1] * N, dtype="Int64")),
     "string with NA": lambda rng, i: pd.Index([f"r{j}" for j in range(N)], dtype="string[pyarrow]"),
     "tuple as name": lambda rng, i: pd.Index(np.arange(N), name=("a", 1)),
+    "integer as name": lambda rng, i: pd.Index(np.arange(N), name=5),
 }
 
 
@@ -296,6 +301,18 @@ def test_merge_accepts_column_names_that_dask_refuses(sides, name, how):
     lazy = lazy_of(one).merge(lazy_of(other), on=on, how=how, broadcast=False)
     assert_equals_pandas(sides, lazy, one.merge(other, on=on, how=how), has_index=False)
     with pytest.raises((RuntimeError, KeyError)):
+        partitions(sides.stock, lazy)
+
+
+@pytest.mark.parametrize(
+    "names", [["key", 5], ["key", ("a", 1)], ["key", "x", "x"]], ids=["integer", "tuple", "twice"]
+)
+def test_set_index_keeps_other_names_of_columns(sides, names):
+    frame = with_names(names, np.random.default_rng(0).permutation(N))
+    lazy = lazy_of(frame).set_index("key")
+    found = pd.concat(on_our_plane(sides, lazy))
+    pd.testing.assert_frame_equal(found, frame.set_index("key").sort_index())
+    with pytest.raises(RuntimeError, match="P2P"):
         partitions(sides.stock, lazy)
 
 

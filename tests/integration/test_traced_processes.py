@@ -101,19 +101,39 @@ def command(cluster, *arguments):
     )
 
 
+def is_traced(client):
+    def is_on(dask_scheduler):
+        trace = dask_scheduler.extensions.get("gpurt-trace")
+        return trace is not None and trace.has_begun
+
+    return client.run_on_scheduler(is_on)
+
+
+def test_the_command_says_that_the_scheduler_is_gone(tmp_path):
+    with command_line_cluster(tmp_path) as cluster:
+        scheduler = cluster.scheduler()
+        cluster.worker("--no-nanny")
+        with cluster.client() as client:
+            client.wait_for_workers(1, timeout=HANG_S)
+            tracing = command(cluster, "--seconds", "600", "-o", "x.json")
+            while not is_traced(client):
+                assert tracing.poll() is None, tracing.communicate()
+        scheduler.kill()
+        _, error = tracing.communicate(timeout=HANG_S)
+    assert tracing.returncode == 2, error
+    assert "lost the scheduler" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "x.json").exists()
+
+
 def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
     with command_line_cluster(tmp_path) as cluster:
         cluster.scheduler()
         cluster.worker("--no-nanny")
         with cluster.client() as client:
             client.wait_for_workers(1, timeout=HANG_S)
-
-            def is_on(dask_scheduler):
-                trace = dask_scheduler.extensions.get("gpurt-trace")
-                return trace is not None and trace.has_begun
-
             long = command(cluster, "--seconds", "600", "-o", "long.json")
-            while not client.run_on_scheduler(is_on):
+            while not is_traced(client):
                 assert long.poll() is None, long.communicate()
             client.gather(client.map(time.sleep, [0.002] * 20, pure=False))
             second = command(cluster, "--seconds", "1", "-o", "second.json")
@@ -130,4 +150,4 @@ def test_the_command_writes_a_trace_and_ctrl_c_ends_it(tmp_path):
             nowhere = command(cluster, "-o", "none/x.json")
             _, error = nowhere.communicate(timeout=HANG_S)
             assert nowhere.returncode == 2 and "no folder" in error
-            assert not client.run_on_scheduler(is_on)
+            assert not is_traced(client)

@@ -67,7 +67,9 @@ async def _traced(
     await tracing.begin()
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0 and not interrupted:
-        _draw(f"tracing {client.scheduler.address}: {left_s:.0f} s left; Ctrl-C ends it")  # type: ignore[union-attr]
+        if client.scheduler is None:
+            break  # it is gone, and `collect` says so
+        _draw(f"tracing {client.scheduler.address}: {left_s:.0f} s left; Ctrl-C ends it")
         await asyncio.sleep(min(_INTERVAL_S, left_s))
     try:
         return await tracing.collect(

@@ -163,7 +163,7 @@ class ClusterTrace(activation.ClientBlock):
         scheduler: Any = self._client.scheduler
         # A client that closes runs preloads first, and can still ask.
         if scheduler is None or self._client.status not in ("running", "closing"):
-            raise TracingError("the client was closed, which ends its trace")
+            raise TracingError("the client was closed, or lost the scheduler: that ended its trace")
         try:
             async with asyncio.timeout(_END_S):
                 found = await scheduler.gpurt_trace_stop(trace=self._id)
