@@ -429,6 +429,10 @@ def _text(key: str) -> tuple[str | None, str | None]:
     return name, text
 
 
+#: Messages to the scheduler hold no larger number.
+_TOO_MANY_NBYTES = 1 << 63
+
+
 def _nbytes(get: Get, key: str) -> int:
     value = get(key)
     try:
@@ -437,7 +441,7 @@ def _nbytes(get: Get, key: str) -> int:
         nbytes = 0 if blank else parse_bytes(value)
     except (ValueError, TypeError, AttributeError, OverflowError):
         nbytes = 0
-    if nbytes <= 0:
+    if not 0 < nbytes < _TOO_MANY_NBYTES:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
     return int(nbytes)
 

@@ -160,6 +160,8 @@ NO_SIZES = [
     {"a": 1},
     True,
     float("nan"),
+    10**20,
+    "8 EiB",
     float("inf"),
     "1e999 MiB",
 ]

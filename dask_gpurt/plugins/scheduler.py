@@ -30,7 +30,7 @@ from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.collectives.cluster_collectives import NO_COLLECTIVES, ClusterCollectives
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
-from dask_gpurt.plugins.patches import p2p, worker_memory
+from dask_gpurt.plugins.patches import connections, p2p, worker_memory
 from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
@@ -154,9 +154,8 @@ class GpurtScheduler(SchedulerPlugin):
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
         self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
-        swap = p2p.SpecSwap(
-            scheduler, self._choose, self._wait_for_reports, self.ready.__contains__
-        )
+        takes_part = self.ready.__contains__
+        swap = p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, takes_part)
         self._replaced: list[Any] = [swap, self._restarts, OutputOwners(scheduler)]
         self._replaced.append(FewerTasks(scheduler))
         if self.settings.collectives.enabled:
@@ -308,6 +307,7 @@ class GpurtScheduler(SchedulerPlugin):
                 self.collectives.close()
             # Workers may lose values until they have handed back all of them.
             self._lost_values.uninstall()
+            connections.forget_handlers()
 
     def _remove_handlers(self, handlers: dict[str, Callable[..., Any]]) -> None:
         registered = self.scheduler.handlers

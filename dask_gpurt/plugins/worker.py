@@ -30,7 +30,7 @@ from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
-from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns
+from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns, forget_handlers
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop
@@ -477,6 +477,7 @@ class Attachment:
         if not is_closing(self._worker):
             self.state.final_close = None
             self._whole_close.uninstall()
+            forget_handlers()
 
     async def _finish_close(self) -> None:
         """Finish at the worker's close, when stock behaviour need not be restored."""

@@ -66,6 +66,19 @@ async def test_retired_and_closed_workers_still_count(c, s, a, b, d):
     }
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 3)
+async def test_links_to_departed_workers_are_forgotten(c, s, a, b, d):
+    """Shuffles may follow each other for days, and adaptive clusters come and go meanwhile."""
+    await dask_gpurt.enable(c)
+    await shuffle(c)
+    links = a.extensions["gpurt"].links
+    assert {b.address, d.address} == set(links.report())
+    await d.close()
+    await async_poll_for(lambda: set(links.report()) == {b.address}, timeout=60)
+    await shuffle(c)
+    assert set(links.report()) == {b.address}
+
+
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_counters_are_kept_on_disable_and_reset_on_enable(c, s, a, b):
     await dask_gpurt.enable(c)

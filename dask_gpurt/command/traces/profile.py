@@ -66,6 +66,7 @@ class TracingRecorder(Recorder):
             self._problem = str(error) or type(error).__name__
         else:
             self._tracing = tracing
+            self._problem = "the cluster was gone before its trace was read"
 
     async def read_last(self, client: Client) -> None:
         """End the trace of this client, and read it for the last time."""

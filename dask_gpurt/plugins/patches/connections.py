@@ -8,6 +8,7 @@
 `ShortTurns.uninstall` |
 | `Server.handle_stream` | lets the loop run after each part | |
 | `Worker.rpc.remove` | closes connections of ours to a lost worker, too | `LostPeers.uninstall` |
+| `distributed.core._expects_comm` | `forget_handlers` empties this cache of all handlers | |
 | `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps the error of a failed send |
 |
 
@@ -38,6 +39,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import distributed.comm.tcp as tcp
+from distributed.core import _expects_comm
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -153,6 +155,14 @@ class ShortTurns:
     def _restore_if_done(self) -> None:
         if self._has_ended and not self._left and vars(self._comm).get("read") == self._read:
             del self._comm.read
+
+
+def forget_handlers() -> None:
+    """Let Dask forget the handlers that it called. Each refers to objects of a runtime that ended.
+
+    Dask looks at a handler again when it calls it next.
+    """
+    _expects_comm.cache_clear()
 
 
 class LostPeers:

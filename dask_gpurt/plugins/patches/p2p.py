@@ -27,6 +27,8 @@ tell how far a shuffle is | |
 error | `RunLookup.uninstall` |
 | handler `shuffle_inputs_done` | a closing worker reports neither success nor failure |
 `RunLookup.uninstall` |
+| handler `shuffle_receive` | a worker that has to ask again says so without an error in its log |
+`RunLookup.uninstall` |
 | `TCP.stream` | reaches the sockets whose bandwidth the kernel reports | |
 | `Client._graph_to_futures` | `gpurt.strict` refuses work when activation failed | `allow_work` |
 
@@ -392,8 +394,19 @@ class RunLookup:
                     await worker.finished()
                 raise
 
-        self._worker, self._stock_inputs_done = worker, stock_inputs_done
-        worker.handlers["shuffle_inputs_done"] = inputs_done
+        stock_receive = worker.handlers["shuffle_receive"]
+
+        async def receive(shuffle_id: ShuffleId, run_id: int, data: Any) -> Any:
+            try:
+                return await stock_receive(shuffle_id=shuffle_id, run_id=run_id, data=data)
+            except Reschedule as error:
+                # The shuffle restarts. Dask would log an error of a handler with its traceback.
+                return error_message(error)
+
+        ours: dict[str, Callable[..., Any]]
+        ours = {"shuffle_inputs_done": inputs_done, "shuffle_receive": receive}
+        self._worker, self._stock = worker, {name: worker.handlers[name] for name in ours}
+        worker.handlers.update(ours)
         plugin.add_partition = add_partition  # type: ignore[method-assign]
         plugin.barrier = barrier  # type: ignore[method-assign]
         plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
@@ -404,7 +417,7 @@ class RunLookup:
         for name in ("add_partition", "barrier", "get_or_create_shuffle", "get_shuffle_run"):
             vars(self._plugin).pop(name, None)
         if self._worker.status != Status.closing:
-            self._worker.handlers["shuffle_inputs_done"] = self._stock_inputs_done
+            self._worker.handlers.update(self._stock)
 
 
 def event_loop(worker: Worker) -> asyncio.AbstractEventLoop:

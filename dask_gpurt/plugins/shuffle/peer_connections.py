@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import ConnectionPool
@@ -71,10 +72,18 @@ def most_workers(n_files: int) -> int:
 
 
 class PeerConnections:
-    """The connections of one worker for shuffle messages. On the event loop."""
+    """The connections of one worker for shuffle messages. On the event loop.
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    Parameters
+    ----------
+    on_loss
+        Called with the address of a peer that left.
+    """
+
+    def __init__(
+        self, worker: Worker, on_loss: Callable[[str], None] = lambda address: None
+    ) -> None:
+        self._worker, self._on_loss = worker, on_loss
         self._pool: ConnectionPool | None = None
         self._lost: LostPeers | None = None
         self._n_calls = 0
@@ -119,9 +128,14 @@ class PeerConnections:
                 server=self._worker,
             )
             # Before the pool starts, which may let other calls in.
-            self._pool, self._lost = pool, LostPeers(self._worker, pool.remove)
+            self._pool, self._lost = pool, LostPeers(self._worker, self._lose)
             await pool.start()
         return self._pool
+
+    def _lose(self, address: str) -> None:
+        if self._pool is not None:
+            self._pool.remove(address)
+        self._on_loss(address)
 
     def to(self, address: str) -> list[Comm]:
         """Return the open connections to a peer."""

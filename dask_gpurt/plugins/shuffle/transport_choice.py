@@ -79,7 +79,7 @@ class Links(Arrivals):
         self._worker = worker
         #: Latest value of `gpurt.shuffle.transport` here. Broadcasts and groups use it too.
         self.transport = "auto"
-        self.connections = PeerConnections(worker)
+        self.connections = PeerConnections(worker, self._peer_left)
         self._onward: PeerConnections | None = None
         self._paths: dict[tuple[str, str], asyncio.Task[Transport]] = {}
         #: For each transport setting, the peers that are reached through shared memory. Kept as a
@@ -205,6 +205,13 @@ class Links(Arrivals):
     def _forget(self, address: str, transport: str) -> None:
         self._paths.pop((address, transport), None)
         self._on_host.get(transport, set()).discard(address)
+
+    def _peer_left(self, address: str) -> None:
+        """Forget a peer. While shuffles follow each other, `cool_down` never comes."""
+        for transport in [transport for peer, transport in self._paths if peer == address]:
+            self._forget(address, transport)
+        for found in (self._device_failures, self._ucx_failures, self._broken):
+            found.pop(address, None)
 
     def _linked(self, address: str, transport: str, task: asyncio.Task[Transport]) -> None:
         # Always read the error. All waiting callers may be gone, for example because their run

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster, Scheduler, Worker
 from distributed.comm import connect, listen
-from distributed.core import ConnectionPool, send_recv
+from distributed.core import ConnectionPool, _expects_comm, send_recv
 from distributed.protocol import to_serialize
 from distributed.utils_test import gen_test
 
@@ -390,3 +390,17 @@ def test_lost_peers_are_told_until_uninstall():
     lost.uninstall()
     lost.uninstall()
     assert "remove" not in vars(pool.rpc)
+
+
+def test_forgotten_handlers_are_not_kept_alive():
+    class Owner:
+        async def handler(self, comm):
+            pass
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    assert _expects_comm(owner.handler)
+    del owner
+    assert gone() is not None, "Dask keeps no handlers any more: drop forget_handlers"
+    connections.forget_handlers()
+    assert gone() is None

@@ -13,18 +13,21 @@ from dask._task_spec import Task
 from dask.dataframe.dask_expr._merge import HashJoinP2P
 from dask.dataframe.dask_expr._shuffle import P2PShuffle
 from dask.utils import get_default_shuffle_method
+from distributed import Event
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.shuffle._core import (
     P2PBarrierTask,
     ShuffleRun,
     barrier_key,
     handle_transfer_errors,
+    id_from_key,
     p2p_barrier,
 )
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin, _ShuffleRunManager
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
+import dask_gpurt
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
@@ -213,12 +216,37 @@ def test_replaced_handlers_exist(sides):
     expected = ["shuffle_barrier", "shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task"]
     assert sides.stock.run_on_scheduler(names) == expected
 
-    def is_stock_s(dask_worker):
-        handler = dask_worker.handlers["shuffle_inputs_done"]
-        return handler == dask_worker.plugins["shuffle"].shuffle_inputs_done
+    def are_stock_s(dask_worker):
+        handlers, stock = dask_worker.handlers, dask_worker.plugins["shuffle"]
+        names = ("shuffle_inputs_done", "shuffle_receive")
+        return [handlers[name] == getattr(stock, name) for name in names]
 
-    assert all(sides.stock.run(is_stock_s).values())
-    assert not any(sides.enabled.run(is_stock_s).values())
+    assert all(map(all, sides.stock.run(are_stock_s).values()))
+    assert not any(map(any, sides.enabled.run(are_stock_s).values()))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_worker_that_has_to_ask_again_logs_no_error(c, s, a, b):
+    """A peer sends shards of a run that has failed, and the shuffle has yet to restart."""
+    await dask_gpurt.enable(c)
+    frame = pd.DataFrame({"k": np.arange(10), "x": 1.0})
+
+    def input_of(number):
+        Event("held").wait()
+        return frame
+
+    held = Event("held", client=c)
+    lazy = dd.from_map(input_of, range(2), meta=frame).shuffle("k")
+    computed = c.compute(lazy)
+    await async_poll_for(lambda: any("barrier" in str(key) for key in s.tasks), timeout=60)
+    (shuffle_id,) = filter(None, map(id_from_key, s.tasks))
+    with captured_logger("distributed.core") as log:
+        answer = await b.rpc(a.address).shuffle_receive(shuffle_id=shuffle_id, run_id=1, data={})
+    assert answer["status"] == "error"
+    assert isinstance(p2p.clean_exception(**answer)[1], p2p.Reschedule)
+    assert log.getvalue() == ""
+    await held.set()
+    assert len(await computed) == 20
 
 
 def test_output_tasks_start_on_their_owner(sides):
