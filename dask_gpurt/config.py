@@ -8,6 +8,7 @@ plugins from there.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import math
@@ -475,7 +476,9 @@ def _memory(get: Get, key: str) -> float:
     try:
         amount = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        return float(_nbytes(get, key))
+        with contextlib.suppress(ConfigError):
+            return float(_nbytes(get, key))
+        amount = math.nan
     # Numbers from `_LEAST_NBYTES` are bytes. A number slightly above 1 is a mistaken share.
     if not (0 < amount <= 1 or _LEAST_NBYTES <= amount < math.inf):
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")

@@ -207,6 +207,7 @@ NO_MEMORY = [
     -0.1,
     "0",
     "-4 GiB",
+    "30%",
     [],
     {"a": 1},
     True,
@@ -222,7 +223,7 @@ NO_MEMORY = [
 def test_invalid_memory_is_refused(value):
     with (
         dask.config.set({"gpurt.shuffle.memory": value}),
-        pytest.raises(ConfigError, match=r"gpurt\.shuffle\.memory is"),
+        pytest.raises(ConfigError, match=r"gpurt\.shuffle\.memory is .* a share \(0\.3\) or"),
     ):
         config.read()
 

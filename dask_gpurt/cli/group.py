@@ -26,6 +26,8 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
     """Print one of these errors of a command as one line, and exit."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # click ends quietly if the reader of the output has gone
     except errors as error:
         click.echo(f"dask gpurt {click.get_current_context().info_name}: {error}", err=True)
         sys.exit(_BAD_USAGE)

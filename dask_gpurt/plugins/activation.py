@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import distributed
 from distributed.protocol.pickle import dumps
 
 import dask_gpurt
@@ -43,8 +44,17 @@ def scheduler_of(client: Client) -> Any:
     return client.scheduler
 
 
-def _sync(client: Client, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a coroutine function on the client's event loop."""
+def _sync(client: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a coroutine function on the client's event loop.
+
+    Raises
+    ------
+    TypeError
+        This is no client, but perhaps its cluster.
+    """
+    if not isinstance(client, distributed.Client):
+        given = type(client).__name__
+        raise TypeError(f"give a distributed.Client, such as Client(cluster), not a {given}")
     # Raise for a closed client here: its event loop may be closed too.
     if not client.asynchronous:
         scheduler_of(client)
@@ -132,9 +142,12 @@ async def on_connect(client: Client) -> None:
 
 
 def enable(client: Client) -> Any:
-    settings = config.read()
+    return _sync(client, _enable, config.read())
+
+
+async def _enable(client: Client, settings: config.Settings) -> None:
     p2p.allow_work(client)
-    return _sync(client, activate, settings)
+    await activate(client, settings)
 
 
 async def _disable(client: Client) -> None:

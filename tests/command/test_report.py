@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -47,6 +50,15 @@ def test_the_verdict_is_printed_before_the_tables(slow):
         "tasks that waited most for data, added up over tasks",
         "idle threads",
     ]
+
+
+def test_a_reader_that_has_gone_is_no_error(slow):
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-m", "dask", "gpurt", "report", str(slow)]
+    ended = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_the_slow_link_is_the_first_transfer(slow):

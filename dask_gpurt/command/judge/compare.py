@@ -35,6 +35,8 @@ from dask_gpurt.tracing.amounts import count_text
 _CHANGED, _NOT_COMPARED = 1, 2
 #: A program that fetched inputs between workers for less than this share has no large transfers.
 FETCHING_SHARE = 0.05
+#: Times are known to a millisecond, so shorter runs are not compared.
+_LEAST_S = 0.01
 _STOCK, _ENABLED = "stock Dask", "dask_gpurt"
 
 
@@ -217,23 +219,27 @@ def summary(program: str, pairs: Pairs) -> dict[str, Any]:
     }
     if not complete:
         return found
-    ratios = sorted(a.seconds / max(b.seconds, 1e-9) for a, b in complete)
     output = _output(pairs)
     if output.diff:
         pairs.code = pairs.code or _CHANGED
     found |= {
         "stock": _side([a for a, _ in complete]),
         "enabled": _side([b for _, b in complete]),
-        "ratio": {
-            "median": median([a.seconds for a, _ in complete])
-            / max(median([b.seconds for _, b in complete]), 1e-9),
-            "least": ratios[0],
-            "most": ratios[-1],
-        },
+        "ratio": _ratio(complete),
         "output": {"kind": output.kind, "diff": output.diff},
         "expects_gain": _expects_gain([b for _, b in complete]),
     }
     return found
+
+
+def _ratio(complete: Sequence[tuple[Turn, Turn]]) -> dict[str, float] | None:
+    """Return how many times as fast the runtime was; None if a run was too short to tell."""
+    sides = [[one.seconds for one in side] for side in zip(*complete, strict=True)]
+    if min(map(min, sides)) < _LEAST_S:
+        return None
+    ratios = [stock / enabled for stock, enabled in zip(*sides, strict=True)]
+    stock, enabled = map(median, sides)
+    return {"median": stock / enabled, "least": min(ratios), "most": max(ratios)}
 
 
 def _output(pairs: Pairs) -> Difference:
@@ -317,16 +323,21 @@ def _times(found: dict[str, Any], width: int | None) -> list[str]:
     return table(["", _STOCK, _ENABLED], rows, width)
 
 
-def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
-    ratio, output = found["ratio"], found["output"]
-    n, runs = len(found["pairs"]), found["enabled"]["runs"]
-    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {count_text(n, 'pair')}"
-    if n == 1:
+def _speedup(ratio: dict[str, float] | None, n_pairs: int) -> str:
+    if ratio is None:
+        return f"too short to compare: a run took less than {_LEAST_S * 1000:.0f} ms"
+    spread = f"{ratio['least']:.2f} to {ratio['most']:.2f} over {count_text(n_pairs, 'pair')}"
+    if n_pairs == 1:
         spread = "one pair, so the spread is unknown"
     said = f"{ratio['median']:.2f} times as fast with dask_gpurt ({spread})"
-    if n > 1 and ratio["least"] <= 1 <= ratio["most"]:
+    if n_pairs > 1 and ratio["least"] <= 1 <= ratio["most"]:
         said += ": no difference beyond the spread"
-    lines = wrapped(said, width, "  ")
+    return said
+
+
+def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
+    output, runs = found["output"], found["enabled"]["runs"]
+    lines = wrapped(_speedup(found["ratio"], len(found["pairs"])), width, "  ")
     lines += wrapped(f"output: {output['kind']}", width, "  ")
     lines += [f"    {line}" for line in output["diff"]]
     if not found["enabled"]["clusters"]:

@@ -100,6 +100,8 @@ def test_a_program_without_a_cluster_says_so(shell: Shell) -> None:
     outcome = shell.gpurt("compare", "--repeats", "1", "script.py")
     assert outcome.code == 0, outcome.err
     assert "nothing ran on a cluster" in outcome.out
+    assert "too short to compare: a run took less than 10 ms" in outcome.out
+    assert "times as fast" not in outcome.out
 
 
 def test_other_output_is_shown_as_a_diff(shell: Shell) -> None:
