@@ -2,7 +2,8 @@
 
 Dask caches each handler that it ever called (`functools.cache` on `distributed.core`), and a bound
 method refers to its owner. A process may start many workers in turn, and a scheduler may be traced
-each day. Each worker and each trace would stay in memory.
+each day. Each worker and each trace would stay in memory. Patches of stock's own handlers need
+another way: `patches.connections.forget_handlers`, at the end of the runtime.
 """
 
 from __future__ import annotations

@@ -173,8 +173,7 @@ class WorkerRuntime:
 
     def shards_nbytes(self) -> int:
         """Return the memory of shards on this worker, outgoing messages included."""
-        kept_nbytes = self._budget.used_nbytes
-        return kept_nbytes + self.links.outgoing.used_nbytes
+        return self._budget.used_nbytes + self.links.outgoing.used_nbytes
 
     def shards_on_disk_nbytes(self) -> int:
         """Return the bytes of this worker's shards on disk."""

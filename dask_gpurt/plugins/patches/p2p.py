@@ -382,7 +382,9 @@ class RunLookup:
                 # waits for a run that this worker does not know.
                 raise Reschedule() from error
 
-        stock_inputs_done = worker.handlers["shuffle_inputs_done"]
+        names = ("shuffle_inputs_done", "shuffle_receive")
+        self._worker, self._stock = worker, {name: worker.handlers[name] for name in names}
+        stock_inputs_done, stock_receive = self._stock.values()
 
         async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> None:
             try:
@@ -394,8 +396,6 @@ class RunLookup:
                     await worker.finished()
                 raise
 
-        stock_receive = worker.handlers["shuffle_receive"]
-
         async def receive(shuffle_id: ShuffleId, run_id: int, data: Any) -> Any:
             try:
                 return await stock_receive(shuffle_id=shuffle_id, run_id=run_id, data=data)
@@ -403,10 +403,8 @@ class RunLookup:
                 # The shuffle restarts. Dask would log an error of a handler with its traceback.
                 return error_message(error)
 
-        ours: dict[str, Callable[..., Any]]
-        ours = {"shuffle_inputs_done": inputs_done, "shuffle_receive": receive}
-        self._worker, self._stock = worker, {name: worker.handlers[name] for name in ours}
-        worker.handlers.update(ours)
+        worker.handlers["shuffle_inputs_done"] = inputs_done
+        worker.handlers["shuffle_receive"] = receive
         plugin.add_partition = add_partition  # type: ignore[method-assign]
         plugin.barrier = barrier  # type: ignore[method-assign]
         plugin.get_or_create_shuffle = get_or_create_shuffle  # type: ignore[method-assign]
