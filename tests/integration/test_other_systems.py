@@ -14,57 +14,13 @@ import pytest
 import dask_gpurt
 from tests.conftest import stock_client
 from tests.integration.processes import run_program
+from tests.integration.system_program import PROGRAM
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SITE = str(Path(__file__).with_name("other_system"))
 
-ON_WORKERS = """
-    import json
-
-    import dask
-    import dask.array as da
-    import dask.dataframe as dd
-    import numpy as np
-    import pandas as pd
-    from distributed import Client, LocalCluster, wait
-
-    import dask_gpurt
-
-    SETTINGS = {
-        "gpurt.enabled": True,
-        "gpurt.shuffle.memory": "64 KiB",
-        "distributed.worker.memory.target": 0.01,
-        "distributed.worker.memory.spill": False,
-    }
-
-    if __name__ == "__main__":
-        numbers = np.random.default_rng(0).integers(0, 1000, 100_000)
-        frame = pd.DataFrame({"key": numbers, "x": np.arange(100_000)})
-        with (
-            dask.config.set(SETTINGS),
-            LocalCluster(
-                n_workers=2, threads_per_worker=1, memory_limit="1 GiB", dashboard_address=":0"
-            ) as cluster,
-            Client(cluster) as client,
-        ):
-            found = dd.from_pandas(frame, npartitions=6).shuffle("key").compute()
-            found = found.sort_values("x").reset_index(drop=True)
-            pd.testing.assert_frame_equal(found, frame)
-            ones = da.ones((2000, 2000), chunks=(200, 2000)).rechunk((2000, 200), method="p2p")
-            assert ones.sum().compute() == 4_000_000
-            blocks = client.map(lambda n: np.full(1 << 20, n), range(8))
-            wait(blocks)
-            assert client.gather(client.map(np.sum, blocks)) == [n << 20 for n in range(8)]
-            status = dask_gpurt.status(client)
-            links = [one["links"].values() for one in status["workers"].values() if one]
-            print(json.dumps({
-                "runs": status["runs"],
-                "paths": sorted({link["path"] for some in links for link in some} - {"ucx"}),
-                "has_spilled": bool(status["totals"].get("spilled_nbytes")),
-                "not_ready": sorted(status["not_ready"].values()),
-            }))
-"""
+ON_WORKERS = textwrap.dedent(PROGRAM).format(names=[], transport="auto", processes=True)
 
 AS_CLIENT = """
     import json
@@ -128,7 +84,7 @@ def test_workers_on_macos_shuffle_and_spill(tmp_path):
         "runs": {"gpurt": 2, "stock": 0},
         "paths": ["comm"],
         "has_spilled": True,
-        "not_ready": [],
+        "not_ready": {},
     }
 
 
@@ -136,7 +92,7 @@ def test_workers_on_windows_leave_everything_to_stock_dask(tmp_path):
     found = output_of(ON_WORKERS, "win32", tmp_path)
     assert found["runs"]["gpurt"] == 0
     assert len(found["not_ready"]) == 2
-    for problem in found["not_ready"]:
+    for problem in found["not_ready"].values():
         assert "not on Windows; run workers in WSL" in problem
 
 
