@@ -15,6 +15,7 @@ fails in each of these cases:
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import tomllib
@@ -120,6 +121,8 @@ def pytest_configure(config: pytest.Config) -> None:
         _stores.append(self)
         swap(self, *args, **kwargs)
 
+    # Messages find a handler by the name of its function.
+    @functools.wraps(ready)
     async def ready_or_not(self: GpurtScheduler, worker: str, problem: str | None) -> None:
         if problem is not None:
             _problems.append(problem)
