@@ -134,7 +134,7 @@ test-dask: $(UPSTREAM_VENV)/installed
 
 # In an environment of its own: these packages bring a gigabyte of others.
 test-thirdparty: $(VENV_THIRDPARTY)/installed
-	$(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
+	GPURT_TESTS=all $(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
 
 check: $(VENV)/installed docs
 	$(VENV)/bin/ruff check .
