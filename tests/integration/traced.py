@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
+import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,7 +72,11 @@ def assert_received(trace: Trace, sent: list[LaneWork]) -> None:
     assert all(chain for *_, chain in of_sends)
 
 
-def trace_files(*folders: str) -> Iterator[pathlib.Path]:
-    """Yield files of traces that workers or the scheduler have."""
-    for folder in folders:
-        yield from pathlib.Path(folder).rglob("gpurt-trace-*")
+def trace_files(*folders: str) -> Iterator[str]:
+    """Yield files without a name that this process has open in these folders, such as traces."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        # The descriptor of the list itself is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            file = os.readlink(f"/proc/self/fd/{descriptor}")
+            if file.endswith("(deleted)") and os.path.dirname(file) in folders:
+                yield file

@@ -1,18 +1,19 @@
 """A bounded recorder: events from any thread go to one file, through a thread of its own.
 
 Adding an event appends it to a list. The thread encodes the list a few times a second
-(`tracing.records`) and appends a block to the file. More events than `MOST_EVENTS_PER_S` are
+(`tracing.records`) and appends a block to the file. The file has no name, so the system frees it
+however the process ends. More events than `MOST_EVENTS_PER_S` are
 dropped and counted. At the limit of bytes, or where the disk is full, the recording ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from dask.utils import format_bytes, key_split
 
@@ -41,16 +42,15 @@ class EventRecorder:
 
     Parameters
     ----------
-    path
-        File to create.
+    directory
+        Where the file is; by default, where temporary files are.
     limit_nbytes
         Most bytes of the file.
     full_keys
         Whether the file has whole keys of tasks instead of their prefixes.
     """
 
-    def __init__(self, path: str, limit_nbytes: int, *, full_keys: bool) -> None:
-        self.path = path
+    def __init__(self, directory: str | None, limit_nbytes: int, *, full_keys: bool) -> None:
         #: Bytes of the file that are whole blocks.
         self.nbytes = 0
         self.n_events = 0
@@ -66,12 +66,12 @@ class EventRecorder:
         self._encoder = RecordEncoder()
         self._keys: dict[Any, int] = {}
         self._n_keys = 0
-        self._file: int | None = None
+        self._directory = directory
+        self._file: IO[bytes] | None = None
         try:
-            # Keys may hold user data, so other users may not read the file.
-            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._file = tempfile.TemporaryFile(buffering=0, dir=directory)  # noqa: SIM115
         except OSError as error:
-            self._end(f"cannot write {path}: {error.strerror}")
+            self._end_at(error)
         self._thread = threading.Thread(target=self._serve, name="gpurt trace", daemon=True)
         self._thread.start()
 
@@ -115,16 +115,14 @@ class EventRecorder:
         """Return bytes of the file; empty at its end. Blocks."""
         if self._file is None:
             return b""
-        return os.pread(self._file, max(min(nbytes, self.nbytes - offset), 0), offset)
+        return os.pread(self._file.fileno(), max(min(nbytes, self.nbytes - offset), 0), offset)
 
     def close(self) -> None:
         """End and remove the file. Blocks. Repeated calls do nothing."""
         self.stop()
         file, self._file = self._file, None
         if file is not None:
-            os.close(file)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+            file.close()
 
     # ------------------------------------------------------------------ the thread
 
@@ -155,9 +153,9 @@ class EventRecorder:
             return self._end(f"limit of {format_bytes(self._limit_nbytes)}")
         assert self._file is not None
         try:
-            write_all(self._file, block, self.nbytes)
+            write_all(self._file.fileno(), block, self.nbytes)
         except OSError as error:
-            return self._end(f"cannot write {self.path}: {error.strerror}")
+            return self._end_at(error)
         self.nbytes += len(block)
         self.n_events += n_events
 
@@ -166,6 +164,10 @@ class EventRecorder:
             return item(self._encoder)
         number = 0 if item.key is None else self.key_number(item.key)
         self._encoder.work(*item[:-3], number, item.thread, item.encoded_nbytes)
+
+    def _end_at(self, error: OSError) -> None:
+        where = self._directory or "the folder of temporary files"
+        self._end(f"cannot write to {where}: {error.strerror}")
 
     def _end(self, why: str) -> None:
         """End the recording for good. What the file has stays."""

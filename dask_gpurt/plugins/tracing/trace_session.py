@@ -10,10 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import shutil
 import socket
-import tempfile
 from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
@@ -110,9 +107,7 @@ class TraceSession(SchedulerPlugin):
         self._changed = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
         self._telling: asyncio.Future[Any] | None = None
-        self._directory = tempfile.mkdtemp(prefix="gpurt-trace-")
-        path = os.path.join(self._directory, "scheduler.bin")
-        self._recorder = EventRecorder(path, self.limit_nbytes, full_keys=self.full_keys)
+        self._recorder = EventRecorder(None, self.limit_nbytes, full_keys=self.full_keys)
         self._tasks = TaskEvents(scheduler, self._recorder)
         self._clocks = Clocks(scheduler)
         self._handlers = weak_handlers(
@@ -166,7 +161,7 @@ class TraceSession(SchedulerPlugin):
 
     def _add(self, address: str) -> None:
         if len(self._workers) < _MOST_WORKERS and address not in self._present:
-            made = WorkerTrace(self.scheduler.workers[address], self._directory, self.limit_nbytes)
+            made = WorkerTrace(self.scheduler.workers[address], self.limit_nbytes)
             self._workers.append(made)
             self._present[address] = made
 
@@ -187,9 +182,9 @@ class TraceSession(SchedulerPlugin):
             self._closing = asyncio.ensure_future(self._close())
 
     async def close(self) -> None:
-        """Remove files at the scheduler's end. Workers remove theirs at their own."""
+        """Close files at the scheduler's end. Workers close theirs at their own."""
         self._clocks.stop()
-        await asyncio.to_thread(self._remove_files)
+        await asyncio.to_thread(self._close_files)
 
     # ------------------------------------------------------------------ workers
 
@@ -334,7 +329,7 @@ class TraceSession(SchedulerPlugin):
         return part
 
     async def gpurt_trace_close(self, trace: str) -> None:
-        """Handler: end the trace and remove all files."""
+        """Handler: end the trace and close all files."""
         self._check(trace)
         await self._closed()
 
@@ -366,15 +361,14 @@ class TraceSession(SchedulerPlugin):
             # Only now may another trace begin: workers would refuse a second recorder.
             if scheduler.extensions.get(TRACE) is self:
                 del scheduler.extensions[TRACE]
-            await asyncio.to_thread(self._remove_files)
+            await asyncio.to_thread(self._close_files)
 
     def _remove_handlers(self, *names: str) -> None:
         for name in names:
             if self.scheduler.handlers.get(name) == self._handlers[name]:
                 del self.scheduler.handlers[name]
 
-    def _remove_files(self) -> None:
+    def _close_files(self) -> None:
         self._recorder.close()
         for one in self._workers:
             one.close()
-        shutil.rmtree(self._directory, ignore_errors=True)

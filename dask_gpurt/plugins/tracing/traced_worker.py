@@ -52,8 +52,7 @@ class TracedWorker:
 
     def __init__(self, worker: Worker, trace: str, limit_nbytes: int, full_keys: bool) -> None:
         self._worker, self._trace = worker, trace
-        path = os.path.join(worker.local_directory, f"gpurt-trace-{trace}.bin")
-        self.recorder = EventRecorder(path, limit_nbytes, full_keys=full_keys)
+        self.recorder = EventRecorder(worker.local_directory, limit_nbytes, full_keys=full_keys)
         self._ledger: Ledger | None = None
         self._counted_before = self._counters()
         self._process = psutil.Process()

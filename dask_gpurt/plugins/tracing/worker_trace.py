@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
-from uuid import uuid4
+import tempfile
+from typing import IO, Any
 
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.metrics import MEANING
@@ -26,13 +26,11 @@ class WorkerTrace:
     ----------
     state
         The scheduler's state of the worker.
-    directory
-        Where the file of a worker that leaves is kept.
     limit_nbytes
-        Most bytes of that file.
+        Most bytes of its file.
     """
 
-    def __init__(self, state: Any, directory: str, limit_nbytes: int) -> None:
+    def __init__(self, state: Any, limit_nbytes: int) -> None:
         self.address: str = state.address
         self.name, self.host = str(state.name), str(state.host)
         self.n_threads: int = state.nthreads
@@ -54,8 +52,7 @@ class WorkerTrace:
         self.pid = 0
         self._taken_nbytes = 0
         self._limit_nbytes = limit_nbytes
-        self._path = os.path.join(directory, f"{uuid4().hex}.bin")
-        self._file: int | None = None
+        self._file: IO[bytes] | None = None
 
     def describe(self, described: Any) -> None:
         """Take what the worker says of its recording. Raises `ProtocolError`."""
@@ -91,19 +88,19 @@ class WorkerTrace:
 
     def _write(self, part: bytes, offset: int) -> None:
         if self._file is None:
-            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        write_all(self._file, part, offset)
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        write_all(self._file.fileno(), part, offset)
 
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Return a part of the file that the worker has handed over."""
         if self._file is None:
             return b""
-        return await asyncio.to_thread(os.pread, self._file, nbytes, offset)
+        return await asyncio.to_thread(os.pread, self._file.fileno(), nbytes, offset)
 
     def close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            os.close(file)
+            file.close()
 
     def plain(self) -> dict[str, Any]:
         """Return all but the events, as plain values."""

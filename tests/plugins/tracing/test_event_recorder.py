@@ -17,16 +17,16 @@ ENTRY = LedgerEntry("communication", "send", 100, 1.0, 2.0, "tcp://a:1", "tcp", 
 
 
 @pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "gpurt-trace-1.bin")
+def folder(tmp_path):
+    return str(tmp_path)
 
 
 def read(recorder):
     return decode(recorder.read(0, 1 << 30))
 
 
-def test_entries_of_a_ledger_are_recorded(path):
-    recorder = EventRecorder(path, 1 << 20, full_keys=False)
+def test_entries_of_a_ledger_are_recorded(folder):
+    recorder = EventRecorder(folder, 1 << 20, full_keys=False)
     ledger = Ledger(clock=lambda: 5.0)
     ledger.add(ENTRY)
     ledger.recorder = recorder.work
@@ -46,16 +46,16 @@ def test_entries_of_a_ledger_are_recorded(path):
     recorder.close()
 
 
-def test_whole_keys_are_recorded_only_if_wanted(path):
-    recorder = EventRecorder(path, 1 << 20, full_keys=True)
+def test_whole_keys_are_recorded_only_if_wanted(folder):
+    recorder = EventRecorder(folder, 1 << 20, full_keys=True)
     recorder.work(ENTRY._replace(key=("secret-0", 3)))
     recorder.stop()
     assert "('secret-0', 3)" in read(recorder).texts
     recorder.close()
 
 
-def test_ten_thousand_events_at_once_are_all_there(path):
-    recorder = EventRecorder(path, 1 << 30, full_keys=False)
+def test_ten_thousand_events_at_once_are_all_there(folder):
+    recorder = EventRecorder(folder, 1 << 30, full_keys=False)
     for number in range(10_000):
         recorder.work(ENTRY._replace(message=number))
     recorder.stop()
@@ -65,8 +65,8 @@ def test_ten_thousand_events_at_once_are_all_there(path):
     recorder.close()
 
 
-def test_many_threads_lose_nothing(path):
-    recorder = EventRecorder(path, 1 << 30, full_keys=False)
+def test_many_threads_lose_nothing(folder):
+    recorder = EventRecorder(folder, 1 << 30, full_keys=False)
 
     def add():
         for _ in range(2_000):
@@ -82,7 +82,7 @@ def test_many_threads_lose_nothing(path):
     recorder.close()
 
 
-def test_more_events_than_allowed_are_dropped_and_counted(path, monkeypatch):
+def test_more_events_than_allowed_are_dropped_and_counted(folder, monkeypatch):
     is_writing, may_write = threading.Event(), threading.Event()
     pwrite = os.pwrite
 
@@ -92,7 +92,7 @@ def test_more_events_than_allowed_are_dropped_and_counted(path, monkeypatch):
         return pwrite(*arguments)
 
     monkeypatch.setattr(os, "pwrite", held)
-    recorder = EventRecorder(path, 1 << 30, full_keys=False)
+    recorder = EventRecorder(folder, 1 << 30, full_keys=False)
     recorder.work(ENTRY)
     assert is_writing.wait(60)
     # The thread takes nothing now.
@@ -107,18 +107,18 @@ def test_more_events_than_allowed_are_dropped_and_counted(path, monkeypatch):
     recorder.close()
 
 
-def test_the_recording_ends_at_its_limit(path):
-    recorder = EventRecorder(path, 100 * RECORD_NBYTES, full_keys=False)
+def test_the_recording_ends_at_its_limit(folder):
+    recorder = EventRecorder(folder, 100 * RECORD_NBYTES, full_keys=False)
     for _ in range(1_000):
         recorder.work(ENTRY)
     recorder.stop()
     assert recorder.ended == "limit of 5.47 kiB"
-    assert os.path.getsize(path) <= 100 * RECORD_NBYTES
+    assert recorder.nbytes <= 100 * RECORD_NBYTES
     recorder.work(ENTRY)
     recorder.close()
 
 
-def test_a_full_disk_ends_the_recording(path, monkeypatch):
+def test_a_full_disk_ends_the_recording(folder, monkeypatch):
     pwrite = os.pwrite
     written = []
 
@@ -133,7 +133,7 @@ def test_a_full_disk_ends_the_recording(path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", full)
     monkeypatch.setattr(event_recorder, "_MOST_IN_BLOCK", 10)
-    recorder = EventRecorder(path, 1 << 20, full_keys=False)
+    recorder = EventRecorder(folder, 1 << 20, full_keys=False)
     for _ in range(30):
         recorder.work(ENTRY)
     recorder.stop()
@@ -141,11 +141,10 @@ def test_a_full_disk_ends_the_recording(path, monkeypatch):
     _, _, rows, problem = read(recorder)
     assert problem == "" and len(rows) > 0
     recorder.close()
-    assert not os.path.exists(path)
 
 
-def test_an_event_that_cannot_be_encoded_costs_no_other(path):
-    recorder = EventRecorder(path, 1 << 20, full_keys=False)
+def test_an_event_that_cannot_be_encoded_costs_no_other(folder):
+    recorder = EventRecorder(folder, 1 << 20, full_keys=False)
     recorder.work(ENTRY)
     recorder.work(ENTRY._replace(nbytes="many"))
     recorder.add(lambda encoder: 1 / 0)
@@ -156,16 +155,16 @@ def test_an_event_that_cannot_be_encoded_costs_no_other(path):
 
 
 def test_a_folder_that_cannot_be_written_ends_the_recording(tmp_path):
-    recorder = EventRecorder(str(tmp_path / "none" / "x.bin"), 1 << 20, full_keys=False)
+    recorder = EventRecorder(str(tmp_path / "none"), 1 << 20, full_keys=False)
     recorder.work(ENTRY)
     recorder.stop()
-    assert "No such file" in recorder.ended
+    assert f"cannot write to {tmp_path}/none: No such file" in recorder.ended
     assert recorder.read(0, 100) == b""
     recorder.close()
 
 
-def test_a_file_can_be_read_in_pieces_and_goes_at_the_end(path):
-    recorder = EventRecorder(path, 1 << 20, full_keys=False)
+def test_a_file_can_be_read_in_pieces_and_goes_at_the_end(folder):
+    recorder = EventRecorder(folder, 1 << 20, full_keys=False)
     for _ in range(100):
         recorder.work(ENTRY)
     recorder.stop()
@@ -173,7 +172,15 @@ def test_a_file_can_be_read_in_pieces_and_goes_at_the_end(path):
     while part := recorder.read(len(data), 1000):
         data += part
     assert len(decode(data).records) == 100
-    assert os.stat(path).st_mode & 0o077 == 0, "others must not read it"
     recorder.close()
     recorder.close()
-    assert not os.path.exists(path)
+    assert recorder.read(0, 1000) == b""
+
+
+def test_a_killed_process_leaves_no_file(folder):
+    recorder = EventRecorder(folder, 1 << 20, full_keys=False)
+    recorder.work(ENTRY)
+    recorder.stop()
+    assert recorder.read(0, 1000)
+    assert os.listdir(folder) == [], "without a name, others cannot read it either"
+    recorder.close()
