@@ -36,6 +36,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "__init__": ({"command", "plugins"}, set(), set()),
     "errors": (set(), set(), set()),
     "metrics": (set(), set(), {"threading"}),
+    "process_patch": (set(), set(), {"threading"}),
     "system_calls": (set(), set(), {"os"}),
     "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
     # The clock is for the ledger, and for the rates of the emulated device.
@@ -90,6 +91,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "placement",
             "shuffle",
             "simulate",
+            "process_patch",
             "system_calls",
             "topology",
             "tracing",
@@ -184,7 +186,7 @@ ONLY_IN = {
     # Only one module may import each device library; others import that module.
     "cudf": {"frames/device/cudf_.py", "codecs/nvcomp.py"},
     "nvidia": {"codecs/nvcomp.py"},
-    "prometheus_client": {"plugins/patches/prometheus.py"},
+    "prometheus_client": {"plugins/patches/shown/prometheus.py"},
     "pylibcudf": {"frames/device/cudf_.py"},
     "pynvml": {"plugins/topology/host_report.py"},
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},

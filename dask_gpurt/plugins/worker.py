@@ -34,8 +34,8 @@ from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns, f
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop
-from dask_gpurt.plugins.patches.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
+from dask_gpurt.plugins.patches.shown.prometheus import ShownShuffles
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end

@@ -31,8 +31,7 @@ connection, and the connection's finalizer references the stream. `drop_message`
 from __future__ import annotations
 
 import asyncio
-import threading
-import weakref
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -40,6 +39,8 @@ from typing import TYPE_CHECKING, Any
 
 import distributed.comm.tcp as tcp
 from distributed.core import _expects_comm
+
+from dask_gpurt.process_patch import ProcessPatch
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -73,28 +74,13 @@ def drop_message(error: BaseException) -> None:
                 found.append(other)
 
 
-class _Replaced:
-    """The patch of this process, and the number of workers that use it."""
-
-    def __init__(self) -> None:
-        # Reentrant: garbage collection may finalize a worker while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._users = 0
-        self._stock = tcp.read_bytes_rw
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            tcp.read_bytes_rw = read_in_pieces
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                tcp.read_bytes_rw = self._stock
+def _read_in_pieces() -> Callable[[], None]:
+    restore = functools.partial(setattr, tcp, "read_bytes_rw", tcp.read_bytes_rw)
+    tcp.read_bytes_rw = read_in_pieces
+    return restore
 
 
-_replaced = _Replaced()
+_patch = ProcessPatch(_read_in_pieces)
 
 
 class PiecewiseReads:
@@ -104,12 +90,11 @@ class PiecewiseReads:
     """
 
     def __init__(self) -> None:
-        _replaced.acquire()
-        self._finalizer = weakref.finalize(self, _replaced.release)
+        self._release = _patch.hold(self)
 
     def uninstall(self) -> None:
         """Withdraw the request."""
-        self._finalizer()
+        self._release()
 
 
 class ShortTurns:

@@ -21,10 +21,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
+
+from dask_gpurt.process_patch import ProcessPatch
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -33,57 +33,36 @@ _SHUFFLE = "dask.dataframe.dask_expr._shuffle"
 _MERGE = "dask.dataframe.dask_expr._merge"
 
 
-class _ReplacedFunctions:
-    """The patches of this process, and the number of workers that use them."""
+@functools.cache
+def _agrees() -> bool:
+    # Imported here: pandas takes time to import, and not every worker has it by now.
+    from dask_gpurt.frames.numbering import agrees_with
 
-    def __init__(self) -> None:
-        # Reentrant: garbage collection may finalize a worker while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._users = 0
-        self._undo: list[Callable[[], None]] = []
-        self._agrees: bool | None = None
-
-    def acquire(self) -> bool:
-        """Count one more user. Return False, without counting, if Dask's functions stay."""
-        with self._lock:
-            if not {_NUMBERS, _SHUFFLE, _MERGE} <= sys.modules.keys():
-                return False
-            if self._agrees is None:
-                # Imported here: pandas takes time to import, and not every worker has it by now.
-                from dask_gpurt.frames.numbering import agrees_with
-
-                self._agrees = agrees_with(sys.modules[_NUMBERS].partitioning_index)
-                if not self._agrees:
-                    logger.info("Dask numbers the rows: this version of pandas hashes differently")
-            if not self._agrees:
-                return False
-            self._users += 1
-            if self._users == 1:
-                self._replace()
-            return True
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                while self._undo:
-                    self._undo.pop()()
-
-    def _replace(self) -> None:
-        owner = sys.modules[_SHUFFLE].AssignPartitioningIndex
-        operation = owner.operation
-        owner.operation = staticmethod(_named_like(operation, _operation(operation)))
-        self._undo = [functools.partial(setattr, owner, "operation", staticmethod(operation))]
-        # Tasks of a merge carry a function with pickled globals, among them this one by name.
-        numbers = sys.modules[_NUMBERS].partitioning_index
-        ours = _named_like(numbers, _partitioning_index(numbers))
-        for name in (_NUMBERS, _MERGE):
-            module = sys.modules[name]
-            vars(module)["partitioning_index"] = ours
-            self._undo.append(functools.partial(setattr, module, "partitioning_index", numbers))
+    if not (found := agrees_with(sys.modules[_NUMBERS].partitioning_index)):
+        logger.info("Dask numbers the rows: this version of pandas hashes differently")
+    return found
 
 
-_replaced = _ReplacedFunctions()
+def _replace() -> Callable[[], None]:
+    owner = sys.modules[_SHUFFLE].AssignPartitioningIndex
+    operation = owner.operation
+    owner.operation = staticmethod(_named_like(operation, _operation(operation)))
+    # Tasks of a merge carry a function with pickled globals, among them this one by name.
+    modules = [vars(sys.modules[name]) for name in (_NUMBERS, _MERGE)]
+    numbers = modules[0]["partitioning_index"]
+    ours = _named_like(numbers, _partitioning_index(numbers))
+    for names in modules:
+        names["partitioning_index"] = ours
+
+    def restore() -> None:
+        owner.operation = staticmethod(operation)
+        for names in modules:
+            names["partitioning_index"] = numbers
+
+    return restore
+
+
+_patch = ProcessPatch(_replace)
 
 
 class RowNumbers:
@@ -93,18 +72,19 @@ class RowNumbers:
     """
 
     def __init__(self) -> None:
-        self._finalizer: weakref.finalize[[], RowNumbers] | None = None
+        self._release: Callable[[], object] | None = None
 
     def install(self) -> None:
-        """Install the patches, unless an earlier call did."""
-        if self._finalizer is None and _replaced.acquire():
-            self._finalizer = weakref.finalize(self, _replaced.release)
+        """Install the patches, unless an earlier call did or Dask's functions have to stay."""
+        if self._release is None and {_NUMBERS, _SHUFFLE, _MERGE} <= sys.modules.keys():
+            if _agrees():
+                self._release = _patch.hold(self)
 
     def uninstall(self) -> None:
         """Withdraw the request."""
-        if self._finalizer is not None:
-            self._finalizer()
-            self._finalizer = None
+        if self._release is not None:
+            self._release()
+            self._release = None
 
 
 def _named_like(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

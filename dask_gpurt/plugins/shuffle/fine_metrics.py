@@ -3,8 +3,8 @@
 Spans and the scheduler's sums over all workers read them. Work inside a task is reported twice:
 under the task (`execute`), which the dashboard draws, and under the shuffle (`p2p`, `foreground`).
 Work behind tasks is reported under the shuffle alone. Stock Dask exports none of them to
-Prometheus; `plugins.patches.prometheus` exports those of shuffles. `metrics` has the process-wide
-counters, and `shuffle.figures` the statistics of one run.
+Prometheus; `plugins.patches.shown.prometheus` exports those of shuffles. `metrics` has the
+process-wide counters, and `shuffle.figures` the statistics of one run.
 """
 
 from __future__ import annotations

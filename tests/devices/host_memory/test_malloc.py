@@ -43,7 +43,7 @@ def mallopt(monkeypatch):
     return mallopt
 
 
-def test_a_pumped_device_runs_nothing_before_the_host_waits(mallopt):
+def test_a_keeper_without_users_calls_nothing(mallopt):
     PageKeeper(100 * MIB, mallopt)
     assert mallopt.taken() == []
 

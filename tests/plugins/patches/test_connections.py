@@ -31,6 +31,7 @@ from dask_gpurt.plugins.patches.connections import (
     drop_message,
     read_in_pieces,
 )
+from dask_gpurt.process_patch import ProcessPatch
 
 STOCK = tcp.read_bytes_rw
 
@@ -39,7 +40,7 @@ STOCK = tcp.read_bytes_rw
 def nobody_else(monkeypatch):
     """Install stock's function; workers of other tests in this process may still use the patch."""
     monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
-    monkeypatch.setattr(connections, "_replaced", connections._Replaced())
+    monkeypatch.setattr(connections, "_patch", ProcessPatch(connections._read_in_pieces))
 
 
 @pytest.fixture

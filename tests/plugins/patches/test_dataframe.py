@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import pickle
@@ -19,6 +20,7 @@ from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from dask_gpurt.frames import numbering
 from dask_gpurt.plugins.patches import dataframe
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
+from dask_gpurt.process_patch import ProcessPatch
 from tests.conftest import two_clusters
 
 STOCK_OPERATION = AssignPartitioningIndex.operation
@@ -31,19 +33,18 @@ FRAME = pd.DataFrame({"a": [3, 1, 2, 3], "b": [1.5, np.nan, -0.0, 0.0], "c": lis
 def nobody_else():
     """Install Dask's functions; workers of other tests in this process may still use the patch.
 
-    These workers may release it at any time. The fixture holds one more reference, so that the last
-    release does not restore Dask's functions in the middle of a test.
+    These workers may release it at any time. The fixture holds it too, so that the last release
+    does not restore Dask's functions in the middle of a test.
     """
-    others = dataframe._replaced
-    held = others.acquire()
+    others = RowNumbers()
+    others.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AssignPartitioningIndex, "operation", staticmethod(STOCK_OPERATION))
         for module in (merge_module, shuffle_module):
             patch.setattr(module, "partitioning_index", STOCK_NUMBERS)
-        patch.setattr(dataframe, "_replaced", dataframe._ReplacedFunctions())
+        patch.setattr(dataframe, "_patch", ProcessPatch(dataframe._replace))
         yield
-    if held:
-        others.release()
+    others.uninstall()
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_the_patch_imports_nothing(monkeypatch):
 
 
 def test_a_pandas_that_hashes_differently_keeps_dask_s_functions(monkeypatch, caplog):
-    monkeypatch.setattr(dataframe, "_replaced", dataframe._ReplacedFunctions())
+    monkeypatch.setattr(dataframe, "_agrees", functools.cache(dataframe._agrees.__wrapped__))
     monkeypatch.setattr(numbering, "_END", 0)
     numbers = RowNumbers()
     with caplog.at_level("INFO", logger="dask_gpurt"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import dask
 import dask.array as da
@@ -17,7 +18,9 @@ from dask.array.optimization import optimize
 from distributed import Client, Scheduler, wait
 from distributed.utils_test import gen_cluster
 
-from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap, _ReplacedFunction
+from dask_gpurt.plugins.patches.graphs import graph_swap
+from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
+from dask_gpurt.process_patch import ProcessPatch
 
 
 def test_names_are_as_expected():
@@ -245,25 +248,25 @@ def test_several_functions_change_a_graph(first):
     test()
 
 
-def test_the_function_of_the_process_is_restored():
+@gen_cluster(nthreads=[])
+async def test_the_function_of_the_process_is_restored(s):
     stock = distributed.scheduler._materialize_graph
-    one = _ReplacedFunction()
-    for _ in range(2):
-        one.acquire()
-        assert distributed.scheduler._materialize_graph is not stock
-    one.release()
-    assert distributed.scheduler._materialize_graph is not stock
-    one.release()
+    # Schedulers of other tests in this process may still use the patch.
+    with mock.patch.object(graph_swap, "_patch", ProcessPatch(graph_swap._replace)):
+        swaps = [GraphSwap(s, Seen()) for _ in range(2)]
+        for swap in swaps:
+            assert distributed.scheduler._materialize_graph is not stock
+            swap.uninstall()
     assert distributed.scheduler._materialize_graph is stock
 
 
 @gen_cluster(nthreads=[])
 async def test_a_scheduler_that_ends_gives_the_function_back(s):
     swap = GraphSwap(s, Seen())
-    finalizer = swap._finalizer
-    assert finalizer.alive and finalizer.peek()[0] is s
+    release = swap._release
+    assert release.alive and release.peek()[0] is s
     swap.uninstall()
-    assert not finalizer.alive
+    assert not release.alive
 
 
 @pytest.mark.parametrize("kind", ["threads", "sync"])

@@ -13,8 +13,8 @@ from distributed.http.worker.prometheus.core import WorkerMetricCollector
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 
-from dask_gpurt.plugins.patches import prometheus
-from dask_gpurt.plugins.patches.prometheus import FAMILIES, ShownShuffles
+from dask_gpurt.plugins.patches.shown import prometheus
+from dask_gpurt.plugins.patches.shown.prometheus import FAMILIES, ShownShuffles
 from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentTotals
 
 

@@ -26,8 +26,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -35,6 +33,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import distributed.scheduler
 from dask._expr import HLGExpr, _HLGExprSequence
+
+from dask_gpurt.process_patch import ProcessPatch
 
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode
@@ -127,43 +127,26 @@ def _changed(tasks: Any, swaps: tuple[GraphSwap, ...], program: SentProgram) -> 
     return tasks
 
 
-class _ReplacedFunction:
-    """The patch of this process, and the number of schedulers that use it."""
+def _replace() -> Callable[[], None]:
+    stock = distributed.scheduler._materialize_graph
 
-    def __init__(self) -> None:
-        # Reentrant: garbage collection may finalize a scheduler while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._users = 0
-        self._stock: Callable[..., Any] | None = None
+    @functools.wraps(stock)
+    def materialize(expr: Any, validate: bool) -> Any:
+        if (arriving := _arriving.get()) is None:
+            return stock(expr=expr, validate=validate)
+        swaps, program = arriving
+        for swap in swaps:
+            if swap.layers is not None:
+                _prepare(expr, swap.layers)
+        tasks, annotations = stock(expr=expr, validate=validate)
+        program = program._replace(expr=expr, annotations=annotations)
+        return _changed(tasks, swaps, program), annotations
 
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._stock = stock = distributed.scheduler._materialize_graph
-
-                @functools.wraps(stock)
-                def materialize(expr: Any, validate: bool) -> Any:
-                    if (arriving := _arriving.get()) is None:
-                        return stock(expr=expr, validate=validate)
-                    swaps, program = arriving
-                    for swap in swaps:
-                        if swap.layers is not None:
-                            _prepare(expr, swap.layers)
-                    tasks, annotations = stock(expr=expr, validate=validate)
-                    program = program._replace(expr=expr, annotations=annotations)
-                    return _changed(tasks, swaps, program), annotations
-
-                distributed.scheduler._materialize_graph = materialize
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                distributed.scheduler._materialize_graph = self._stock  # type: ignore[assignment]
+    distributed.scheduler._materialize_graph = materialize
+    return functools.partial(setattr, distributed.scheduler, "_materialize_graph", stock)
 
 
-_replaced = _ReplacedFunction()
+_patch = ProcessPatch(_replace)
 
 
 def _is_awaited(message: Mapping[str, Any]) -> bool:
@@ -221,9 +204,8 @@ class GraphSwap:
         # distributed awaits functions only, so this is a method of the object.
         self._handlers["update-graph"] = self._handler.update_graph
         self._handler.swaps.append(self)
-        _replaced.acquire()
         # A scheduler that closes does not uninstall.
-        self._finalizer = weakref.finalize(scheduler, _replaced.release)
+        self._release = _patch.hold(scheduler)
 
     def uninstall(self) -> None:
         """Restore stock Dask's functions, unless others change graphs as well."""
@@ -232,4 +214,4 @@ class GraphSwap:
         ours = self._handlers.get("update-graph") == self._handler.update_graph
         if ours and not self._handler.swaps:
             self._handlers["update-graph"] = self._handler.stock
-        self._finalizer()
+        self._release()
