@@ -31,6 +31,7 @@ from dask_gpurt.plugins.collectives.cluster_collectives import NO_COLLECTIVES, C
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
 from dask_gpurt.plugins.dashboard.page import DashboardPage
 from dask_gpurt.plugins.patches import connections, p2p, worker_memory
+from dask_gpurt.plugins.patches.graphs.graph_swap import holding_workers
 from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
@@ -94,7 +95,8 @@ class GpurtScheduler(SchedulerPlugin):
         Raises
         ------
         ActivationError
-            The client has another version. No state stays behind that would block other clients.
+            The client has another version, or the scheduler keeps no events. No state stays behind
+            that would block other clients.
         ConfigError
             The description of the machines is invalid.
         """
@@ -138,6 +140,11 @@ class GpurtScheduler(SchedulerPlugin):
         # Clients cannot list handlers, so an event tells them.
         scheduler.log_event(bootstrap.EVENTS, {"answers": True})
         try:
+            if not scheduler.get_events(bootstrap.EVENTS):
+                raise ActivationError(
+                    "the scheduler keeps no events, so clients cannot find the runtime; set"
+                    " distributed.admin.low-level-log-length to 1 or more where it starts"
+                )
             await self.machines.configure(self.settings.topology)
         except BaseException:
             del scheduler.handlers["gpurt_status"]
@@ -261,15 +268,8 @@ class GpurtScheduler(SchedulerPlugin):
         return {**said, "memory": where.received, "silent": where.silent}
 
     async def _where(self, key: Any) -> Answers:
-        task = self.scheduler.tasks.get(key)
-        holders = {ws.address for ws in (task.who_has or ())} if task is not None else set()
-        answers = await ask(
-            self.scheduler,
-            "gpurt_explain",
-            sorted(holders & self.ready),
-            ANSWER_DEADLINE_S,
-            key=key,
-        )
+        asked = sorted(holding_workers(self.scheduler.tasks.get(key)) & self.ready)
+        answers = await ask(self.scheduler, "gpurt_explain", asked, ANSWER_DEADLINE_S, key=key)
         return answers._replace(received=answers.reports())
 
     async def disable(self) -> None:

@@ -281,6 +281,19 @@ class TestWhereItCannotWork:
                 dask_gpurt.enable(client)
         assert cluster.log_text().count("dask_gpurt is off") <= 2
 
+    def test_a_scheduler_that_keeps_no_events_stays_stock(self):
+        with (
+            dask.config.set({"distributed.admin.low-level-log-length": 0}),
+            LocalCluster(
+                n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+            ) as local,
+            Client(local, set_as_default=False) as client,
+        ):
+            with pytest.raises(ActivationError, match="set distributed"):
+                dask_gpurt.enable(client)
+            assert not [name for name in local.scheduler.handlers if "gpurt" in name]
+            assert len(partitions(client, shuffled())) == 3
+
     def test_unsupported_kind_is_an_error_when_strict(self):
         with (
             LocalCluster(
