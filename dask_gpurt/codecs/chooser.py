@@ -4,9 +4,9 @@ A new section is sampled at once, and later ever more rarely. Samples do not dep
 for another link only the rule runs again. Do not call this module on an event loop: the first
 samples of a wide shard take tens of milliseconds.
 
-Samples are short and do not show what slows down longer work, such as threads that take the
-processor or hold the interpreter lock for milliseconds. So the chooser also times whole shards. If
-they take longer than the samples predict, the rule slows down all codecs by this factor.
+Some causes slow down longer work alone, such as threads that hold the interpreter lock for
+milliseconds. Samples are too short to show them. So the chooser also times whole shards. If they
+take longer than the samples predict, the rule slows down all codecs by this factor.
 """
 
 from __future__ import annotations

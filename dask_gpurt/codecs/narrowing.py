@@ -1,8 +1,8 @@
 """Numbers in fewer bytes: `value = base + step * code`, with codes of 0, 1, 2 or 4 bytes.
 
-Most columns use a fraction of their type: keys of a few thousand customers in 64 bits, days counted
-in microseconds, prices with two decimals in a double. This module tries three readings of the items
-and takes the one with the narrowest codes:
+Most columns use a fraction of their type. Examples are keys of a few thousand customers in 64 bits,
+days counted in microseconds, and prices with two decimals in a double. This module tries three
+readings of the items and takes the one with the narrowest codes:
 
 - *offset*: the items as integers, counted from the smallest in steps of their common divisor;
 - *delta*: the same for the differences between neighbours (offsets, sorted keys);

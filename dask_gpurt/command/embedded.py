@@ -89,9 +89,9 @@ class EmbeddedCluster:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(their_fd)],
-                # The other process reads its arguments from this pipe, then waits for the end of
-                # the pipe, which comes when this process closes it or dies. Standard output stays
-                # the script's, because it gets what tasks print.
+                # The other process reads its arguments from this pipe, then waits for its end. That
+                # comes when this process closes it or dies. Standard output stays the script's,
+                # because it gets what tasks print.
                 stdin=subprocess.PIPE,
                 pass_fds=(their_fd,),
                 start_new_session=True,

@@ -1,8 +1,8 @@
 """Comparison of two answers to one query, with the first difference as one sentence.
 
-Two engines add floats in different orders and return tied rows in any order. So two answers are
-equal if they have the same columns, the same rows as a multiset, numbers within a tolerance, and
-the same sequence in the sort columns. :mod:`dask_gpurt.demo.runner` runs the queries.
+Two engines add floats in different orders and return tied rows in any order. So equal answers
+have the same columns and the same rows, in any order, with numbers within a tolerance. The sort
+columns have the same sequence. :mod:`dask_gpurt.demo.runner` runs the queries.
 """
 
 from __future__ import annotations

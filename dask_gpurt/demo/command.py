@@ -2,8 +2,8 @@
 
 This module creates the data and starts the two clusters. :mod:`dask_gpurt.demo.runner` runs the
 queries, and :mod:`dask_gpurt.demo.report` writes the results. The command line is parsed elsewhere.
-Packages that only the demo needs are imported inside functions, so that importing this module is
-cheap, and a missing package is reported in one line.
+Packages that only the demo needs are imported inside functions. So importing this module is cheap,
+and a missing package is reported in one line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rows of pandas frames, gathered into the bodies of shards.
 
 The rows come from an input partition (`PandasPartition`), from several that one task hands over
-(`JoinedFrames`), or from bodies that are merged (`MergedRows`): many small shards become few,
-ordered by output partition. `frames.pandas_` packs, unpacks and concatenates bodies;
+(`JoinedFrames`), or from bodies that are merged (`MergedRows`). Merging turns many small shards
+into few, ordered by output partition. `frames.pandas_` packs, unpacks and concatenates bodies;
 `frames.columns` handles a single column.
 """
 

@@ -18,8 +18,8 @@ There are two sources:
 
 Noise has no effect. A worker is slow only if the mean, less `SIGMAS` standard deviations of it, is
 still at least `LEAST_SLOWNESS`. Tasks of one group are assumed to scatter by at least
-`LEAST_SCATTER`. The slowness is then the mean itself. The lower bound of the mean was tried and
-rejected: a task of 0.5 seconds was estimated at 0.2, and the whole computation waited for it. A
+`LEAST_SCATTER`. The slowness is then the mean itself. The lower bound of the mean was rejected: a
+task of 0.5 seconds was estimated at 0.2, and the whole computation waited for it. A
 worker that has no core for `PAUSE_S` is not slow, however short its tasks are. So if all tasks of
 a group take about as long, every slowness is exactly 1 and placement is the same as without this
 module. No slowness is below 1: a worker that is faster than others is free sooner, and placement
@@ -48,7 +48,7 @@ LEAST_SLOWNESS = 1.5
 _DECAY = 0.5
 #: A worker may pause for this long now and then: another process has its core, it collects garbage,
 #: its messages are late. When four workers shared two cores, tasks of 3 ms looked three times as
-#: slow, and were moved to workers that had none of their data.
+#: slow. They were moved to workers that had none of their data.
 PAUSE_S = 0.05
 #: Tasks of a group that other workers must have ended before the group counts.
 _ENOUGH = 3

@@ -38,9 +38,9 @@ COUNTS = (
     "messages",
     "outputs",
 )
-#: Further counts and seconds in a snapshot. `cpu_s` is of the whole process; `room_s` are seconds
-#: that tasks and messages waited for shards to be written to disk; `remote_s` are those in which a
-#: message to another host was on its way.
+#: Further counts and seconds in a snapshot. `cpu_s` is of the whole process. In `room_s`, tasks and
+#: messages waited for shards to be written to disk. In `remote_s`, a message to another host was on
+#: its way.
 MORE_COUNTS = ("rows_owned", "n_owned", "n_threads")
 _MORE_SECONDS = ("lasted_s", "cpu_s", "room_s", "remote_s")
 MORE_NUMBERS = (*_MORE_SECONDS, "bandwidth")

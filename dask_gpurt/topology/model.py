@@ -343,8 +343,8 @@ class Topology:
     def outside(self, node: str) -> int:
         """Return a class number, equal for nodes that are reached alike from other hosts.
 
-        Paths from such nodes to nodes of another host have the same bandwidth and latency, and are
-        alike in whether a person wrote their narrowest link.
+        Paths from such nodes to nodes of another host have the same bandwidth and latency. A person
+        wrote the narrowest link of all these paths, or of none.
         """
         if self._is_all_alike:
             return self._routes.outside(node)

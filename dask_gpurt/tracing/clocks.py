@@ -1,9 +1,9 @@
 """One clock for all processes of a trace, from exchanges of messages with the scheduler.
 
-In an exchange, the scheduler notes when it asked (t0) and got the answer (t3), and the worker when
-it was asked (t1) and answered (t2), each on its own clock. The quicker an exchange, the less it
-leaves open. A line through the quick ones tells offset and drift. Messages between workers then
-narrow it down: a message arrives after it was sent (`shifts`).
+In an exchange, the scheduler notes when it asked (t0) and got the answer (t3). The worker notes
+when it was asked (t1) and answered (t2). Each reads its own clock. The quicker an exchange, the
+less it leaves open. A line through the quick ones tells offset and drift. Messages between workers
+then narrow it down: a message arrives after it was sent (`shifts`).
 """
 
 from __future__ import annotations

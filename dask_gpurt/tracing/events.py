@@ -1,8 +1,8 @@
 """The contents of a trace, as plain records on one clock.
 
 Times are seconds since the start of the trace, on the scheduler's clock. `plugins.tracing` records
-the events, `tracing.merge` brings the clocks of workers together, writers and readers turn a
-`Trace` into a file and back, and reports are made from a `Trace` alone.
+the events, and `tracing.merge` brings the clocks of workers together. Writers and readers turn a
+`Trace` into a file and back. Reports are made from a `Trace` alone.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-#: Kinds of records. A `RUN` is one run of a task as its worker saw it; `ASSIGNED`, `TIMES` and
-#: `NEEDS` are parts of one as the scheduler saw it. A `KEY` gives the number of a key on a worker.
-#: A `NAME` gives the text for the number of a lane, a way or a thread.
+#: Kinds of records. A `RUN` is one run of a task as its worker saw it. `ASSIGNED`, `TIMES` and
+#: `NEEDS` are parts of a run as the scheduler saw it. A `KEY` gives the number of a key on a
+#: worker. A `NAME` gives the text for the number of a lane, a way or a thread.
 WORK, RUN, KEY, INSTANT, SAMPLE, ASSIGNED, TIMES, NEEDS, NAME = range(1, 10)
 
 #: Most texts in a file. Later ones become `_MORE`.

@@ -67,8 +67,8 @@ class LinkRate:
     def bandwidth(self) -> float | None:
         """Bytes a second, None until there are enough readings.
 
-        The upper quartile of the readings: most are too low, because the receiver was late, and a
-        few too high, because a burst passed at once.
+        It is the upper quartile of the readings. Most are too low, because the receiver was late.
+        A few are too high, because a burst passed at once.
         """
         if len(self._readings) < _N_ENOUGH:
             return None

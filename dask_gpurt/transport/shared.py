@@ -44,8 +44,8 @@ Buffer = npt.NDArray[np.uint8]
 _TOKEN_NBYTES = 16
 #: Whether the message carries a part itself, and the part's length.
 _PART = struct.Struct("<?Q")
-#: Files of peers that stay open between reads. Opening one takes some 10 us, and a process may only
-#: have so many: 64 workers on one host would each hold the files of all.
+#: Files of peers that stay open between reads. Opening one takes some 10 us. A process may only
+#: have so many, and each of 64 workers on one host would hold the files of all.
 MOST_OPEN = 16
 #: Interval of checks for dead peers. Rejected: a descriptor of each process, with which the system
 #: reports its end at once. It is one more open file for each peer.

@@ -55,7 +55,7 @@ _LANES = 128
 def checksum(stretches: Iterable[npt.NDArray[np.uint8]]) -> int:
     """Return the checksum of consecutive stretches of unencoded bytes; never 0.
 
-    In each stretch every 128th 64-bit word is added to one of 128 lanes; the result is the CRC-32
+    In each stretch every 128th 64-bit word is added to one of 128 lanes. The result is the CRC-32
     of the lanes and of the remaining bytes. That is a single pass at the speed of memory, ten times
     as fast as CRC-32 alone. It detects a word that was changed, lost, inserted or moved to another
     lane. It does not detect swapped blocks of 1 KiB.

@@ -1,7 +1,7 @@
 """Checks inside a pod of Kubernetes: what the pod has, and what its manifest may lack.
 
-A pod sees its node's `/proc`, so its limits stand elsewhere: the limit of memory in its control
-group, the size of shared memory in the mount of `/dev/shm`.
+A pod sees its node's `/proc`, which has none of its limits. Its control group has the limit of
+memory, and the mount of `/dev/shm` has the size of shared memory.
 
 `pod_findings` decides from plain facts; `pod_facts` reads them from this process.
 """

@@ -1,12 +1,12 @@
 """Checks inside a job of SLURM: what the job has, and which settings of Dask contradict it.
 
-SLURM tells a job in environment variables what it was given. A job may be given less than its node
-has, and Dask does not always see that: where SLURM confines jobs by counting alone, Dask sees all
-cores and all memory of the node, and SLURM ends the job that uses them.
+SLURM tells a job in environment variables what it was given. That may be less than its node has,
+and Dask does not always see it. Where SLURM confines jobs by counting alone, Dask sees all cores
+and all memory of the node. SLURM ends the job that uses them.
 
 `slurm_findings` decides from plain facts; `job_facts` reads them from this process. `job_environ`
-asks SLURM for facts that it leaves out of the environment: older versions leave out the end of a
-job, and the memory where `srun` started it.
+asks SLURM for facts that the environment lacks. Older versions leave out the end of a job, and the
+memory where `srun` started it.
 """
 
 from __future__ import annotations

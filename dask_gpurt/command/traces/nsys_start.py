@@ -1,9 +1,9 @@
 """Starts a worker process under Nsight Systems. `nsys_wrapper` runs this file as a program.
 
 multiprocessing starts this program in place of Python. Its arguments are the command of nsys as
-JSON, then Python and the arguments for it. The program stays as the parent of nsys, in whose place
-Dask's nanny waits for it and signals it. nsys needs some time for its report after the worker has
-ended, and a nanny that loses its patience kills this program alone.
+JSON, then Python and the arguments for it. The program stays as the parent of nsys, and Dask's
+nanny waits for it and signals it. nsys needs some time for its report after the worker has ended.
+A nanny that loses its patience kills this program alone.
 
 It imports nothing of this package, so that it starts quickly.
 """

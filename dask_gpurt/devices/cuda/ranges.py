@@ -4,8 +4,8 @@ Nsight Systems and other NVIDIA tools show the ranges that a program marks throu
 package. Without the package or without a listening tool, a range costs one test and does nothing.
 The first range detects the tool, because tools attach before a program starts.
 
-There are two kinds. A range of a thread lies in the thread's others, and tools show what it started
-on a GPU; code must not await inside of it. A range of the process may be open while its thread does
+There are two kinds. Ranges of a thread are nested, and tools show the work that they started on a
+GPU. Code must not await inside of one. A range of the process may be open while its thread does
 something else. The ledger records times without a profiler.
 """
 

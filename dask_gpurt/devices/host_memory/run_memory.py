@@ -15,8 +15,8 @@ class RunMemory:
     """Host memory for the shards of one run.
 
     Shards of the same partitions are freed together, so each lane of the pool has adjacent slots.
-    One lane for each slot would be too many: sorted data has few shards for a slot, and each slot
-    would hold a page of its own.
+    One lane for each slot would be too many: each slot would hold a page of its own, and sorted
+    data has few shards for a slot.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ It uses public calls only: pylibcudf moves rows, and cuDF handles types. Importi
 imports cuDF, so import it only after a cuDF frame appears.
 
 Shards are made on a stream of ours, so that nothing waits for later work of other tasks. It begins
-after the work that is queued on cuDF's stream, and the host waits for the end of a shard: then UCX
+after the work that is queued on cuDF's stream. The host waits for the end of a shard, so that UCX
 and other streams can use it. Outputs are made on cuDF's stream, as tasks expect.
 
 Memory of shards belongs to our stream: RMM gives freed memory to later work of the same stream at

@@ -39,8 +39,8 @@ MAGIC = b"GRV"
 VERSION = 2
 #: Alignment of blocks, in files and in memory.
 BLOCK_NBYTES = 4096
-#: Smallest buffer that becomes a block. Smaller ones never do, however many there are: otherwise
-#: each of a hundred thousand short vectors would take whole pages, in the file and in memory.
+#: Smallest buffer that becomes a block. Otherwise each of a hundred thousand short vectors would
+#: take whole pages, in the file and in memory.
 SMALL_NBYTES = 64 << 10
 
 #: Coders of a block, by number. A number is never reused for another coder.

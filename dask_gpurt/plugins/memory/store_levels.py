@@ -53,8 +53,8 @@ def parent_directory(wanted: str | None, local_directory: str) -> str:
     Parameters
     ----------
     wanted
-        The setting `gpurt.memory.directory`. Where nothing can be written there, the worker spills
-        under its local directory and logs why: without any disk it would pause for good.
+        The setting `gpurt.memory.directory`. If nothing can be written there, the worker spills
+        under its local directory and logs why. Without any disk it would pause for good.
     local_directory
         The worker's own directory, which Dask has made.
     """

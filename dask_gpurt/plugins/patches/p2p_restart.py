@@ -1,7 +1,7 @@
 """Restarts of shuffles: which tasks run again, and when.
 
-A shuffle restarts in three cases: a worker that took part leaves, its inputs came from several
-runs, or a task asks for a released output. Stock Dask releases all tasks of that shuffle, so that
+A shuffle restarts in three cases: a worker of it leaves, its inputs came from several runs, or a
+task asks for a released output. Stock Dask releases all tasks of that shuffle, so that
 they run again in a new run. This patch differs in five ways:
 
 - A task that failed for good stays failed. Stock would not restart because of it, and a task that

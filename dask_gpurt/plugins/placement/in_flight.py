@@ -1,8 +1,8 @@
 """Transfers in flight that placement decisions caused: input, target, expected arrival, link.
 
-This module records only what the scheduler told workers to fetch. The outcome is read from the
-scheduler's state when it is needed: if a worker no longer needs an input, the input has arrived or
-never will. `scheduler_view` gives the rest of placement access to it.
+This module records only the inputs that the scheduler told workers to fetch. Their arrival is read
+from the scheduler's state: if a worker no longer needs an input, the input has arrived or never
+will. `scheduler_view` gives the rest of placement access to it.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class Question:
     def allowed(self) -> Collection[WorkerState] | None:
         """Workers that the task may go to; None if it may go to any.
 
-        A task of a contraction goes to the host that was planned for it, unless all workers there
-        are slow: then workers of other hosts help.
+        A task of a contraction goes to the host that was planned for it. If all workers there are
+        slow, workers of other hosts help.
         """
         if self._allowed is None:
             allowed: Collection[WorkerState] | None = self.restricted_to

@@ -41,8 +41,8 @@ MAX_TASKS_READ = 32
 NEARLY_ALL = 0.9
 #: Least seconds that a Dask worker takes to handle a task.
 UNKNOWN_S = 0.001
-#: Seconds assumed for a task in a queue of whose kind none has ended, when another task of such a
-#: kind is placed; and the longest wait for which such a task stays with its inputs. Two
+#: Seconds assumed for a queued task of a kind of which none has ended, when such a task is placed.
+#: Also the longest wait for which such a task stays with its inputs. Two
 #: alternatives made some graphs slower than with stock Dask. Stock Dask's half a second has blocks
 #: sent over NVLink although it takes less to process them. A millisecond lets all tasks wait where
 #: they need the fewest bytes.
@@ -261,8 +261,8 @@ class PlacementView:
         if not processing:
             return self.speeds.learned(ws.address)
         now_s = self._clock()
-        # A worker with a free thread may be silent because it has little to do: a task or two that
-        # take long or wait for others.
+        # A worker with a free thread may be silent because it has little to do, such as a task that
+        # takes long or waits for others.
         if ws.needs_what or n_on_threads(ws) < ws.nthreads:
             return self.speeds.slowness(ws.address, now_s, None)
         if not self.speeds.is_overdue(ws.address, now_s):

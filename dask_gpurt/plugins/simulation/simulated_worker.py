@@ -5,8 +5,8 @@ and answers the scheduler. This module executes its instructions in virtual time
 duration at this worker's speed; a transfer takes its request's latency plus the time of its bytes
 on the links.
 
-Not modelled: spilling and pausing (memory is counted, not limited), worker plugins, threads that
-slow each other down, the time of the worker's own event loop.
+The model leaves out spilling and pausing (memory is counted, not limited) and worker plugins. It
+also leaves out threads that slow each other down, and the time of the worker's own event loop.
 """
 
 from __future__ import annotations

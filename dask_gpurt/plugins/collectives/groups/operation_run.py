@@ -1,7 +1,7 @@
 """One collective operation on one rank: it carries out the steps of a schedule over the links.
 
-The event loop sends, receives and waits. Large copies and sums, and all work on a device, are done
-by the thread of the rank's task, which waits for the operation anyway (`task_thread`).
+The event loop sends, receives and waits. The thread of the rank's task waits for the operation
+anyway. So it does large copies and sums, and all work on a device (`task_thread`).
 
 - A message of up to `INLINE_NBYTES` is copied and sent, and the operation does not wait for its
   answer. Two operations of a rank may be under way like that, no more.

@@ -1,8 +1,8 @@
 """Root tasks that need no GPU, in a cluster where only some workers have one.
 
 Such a task goes to a worker without a GPU, if one has a free thread. So a thread beside a GPU stays
-free for a task that needs the GPU, and the tasks that follow find their inputs in host memory on a
-worker without a GPU. If all those workers are busy, the task goes where it would have gone: no
+free for a task that needs the GPU. Later tasks find their inputs in host memory on a worker without
+a GPU. If all those workers are busy, the task goes where it would have gone: no
 worker stays idle for it. This module looks at one task; `root_tasks` asks it last.
 """
 

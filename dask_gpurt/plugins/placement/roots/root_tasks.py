@@ -8,10 +8,9 @@ the first of these that applies:
    (`dask_gpurt.placement.siblings`). An operand of a contraction goes to a worker of the host that
    was planned for it (`dask_gpurt.placement.contractions`).
 3. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
-   Dask orders tasks so that neighbours are needed together. Three kinds of tasks stay with stock
-   Dask, which spreads them: those whose outputs are joined with nothing, operands without a plan,
-   and those joined with more than one host makes. These results go to many hosts, and need many
-   links.
+   Dask orders tasks so that neighbours are needed together. Stock Dask spreads three kinds of
+   tasks: those whose outputs are joined with nothing, operands without a plan, and those joined
+   with more than one host makes. Their results go to many hosts, and need many links.
 
 Three kinds of workers are then avoided:
 
