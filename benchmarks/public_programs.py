@@ -87,7 +87,7 @@ class Runs:
             dask.config.set({"gpurt.enabled": turn.side == "enabled"}),
             LocalCluster(
                 n_workers=2,
-                threads_per_worker=2,
+                threads_per_worker=1,
                 memory_limit=self._memory,
                 dashboard_address=":0",
                 silence_logs=50,

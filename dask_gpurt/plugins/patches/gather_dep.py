@@ -78,80 +78,79 @@ class ValueTransfers:
         least_nbytes: int,
         ledger: Ledger | None = None,
     ) -> None:
-        self._worker = worker
+        self._worker, self._broadcasts, self._ledger = worker, broadcasts, ledger
+        self._least_nbytes = least_nbytes
         self._n_ended = 0
         self._ended = asyncio.Event()
         self._is_short = False
         #: Values that are to be fetched without a broadcast.
         self._unshared: set[Any] = set()
-        stock_gather_dep, stock_reuse = worker.gather_dep, worker.rpc.reuse
+        self._stock_gather_dep, self._stock_reuse = worker.gather_dep, worker.rpc.reuse
+        worker.gather_dep = self._gather_dep  # type: ignore[method-assign]
+        worker.rpc.reuse = self._reuse  # type: ignore[method-assign]
 
-        async def gather_dep(
-            worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
-        ) -> Any:
-            arrived: dict[Any, Any] = {}
-            is_again = not self._unshared.isdisjoint(to_gather)
-            self._unshared.difference_update(to_gather)
-            tasks = self._worker.state.tasks
-            if total_nbytes >= least_nbytes and not is_again:
-                sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
-                arrived = await broadcasts(sizes)
-            if not arrived:
-                return await fetch(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
-            rest = [key for key in to_gather if key not in arrived]
-            if not rest:
-                return GatherDepSuccessEvent(
-                    worker=worker,
-                    total_nbytes=total_nbytes,
-                    data=arrived,
-                    stimulus_id=f"gpurt-broadcast-{time()}",
-                )
-            event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
-            # For a busy peer, the worker would fetch all values later, also those that arrived.
-            while isinstance(event, GatherDepBusyEvent) and self._are_needed(rest):
-                await asyncio.sleep(_BUSY_S)
-                event = await fetch(worker, rest, total_nbytes, stimulus_id=stimulus_id)
-            if isinstance(event, GatherDepSuccessEvent):
-                event.data.update(arrived)
-            if not isinstance(event, (GatherDepFailureEvent, GatherDepBusyEvent)):
-                return event
-            # Values that have arrived would fail with the others, or with a task that nobody needs
-            # any more. The worker fetches all of them again, as with stock Dask.
-            self._unshared = {key for key in (*self._unshared, *to_gather) if key in tasks}
-            return GatherDepBusyEvent(
-                worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-again-{time()}"
+    async def _gather_dep(
+        self, worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
+    ) -> Any:
+        arrived: dict[Any, Any] = {}
+        is_retry = not self._unshared.isdisjoint(to_gather)
+        self._unshared.difference_update(to_gather)
+        tasks = self._worker.state.tasks
+        if total_nbytes >= self._least_nbytes and not is_retry:
+            sizes = {key: tasks[key].get_nbytes() for key in to_gather if key in tasks}
+            arrived = await self._broadcasts(sizes)
+        if not arrived:
+            return await self._fetch(worker, to_gather, total_nbytes, stimulus_id)
+        rest = [key for key in to_gather if key not in arrived]
+        if not rest:
+            return GatherDepSuccessEvent(
+                worker=worker,
+                total_nbytes=total_nbytes,
+                data=arrived,
+                stimulus_id=f"gpurt-broadcast-{time()}",
             )
+        event = await self._fetch(worker, rest, total_nbytes, stimulus_id)
+        # For a busy peer, the worker would fetch all values later, also those that arrived.
+        while isinstance(event, GatherDepBusyEvent) and self._are_needed(rest):
+            await asyncio.sleep(_BUSY_S)
+            event = await self._fetch(worker, rest, total_nbytes, stimulus_id)
+        if isinstance(event, GatherDepSuccessEvent):
+            event.data.update(arrived)
+        if not isinstance(event, (GatherDepFailureEvent, GatherDepBusyEvent)):
+            return event
+        # Values that have arrived would fail with the others, or with a task that nobody needs any
+        # more. The worker fetches all of them again, as with stock Dask.
+        self._unshared = {key for key in (*self._unshared, *to_gather) if key in tasks}
+        return GatherDepBusyEvent(
+            worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-again-{time()}"
+        )
 
-        async def fetch(
-            worker: str, to_gather: Collection[Any], total_nbytes: int, *, stimulus_id: str
-        ) -> Any:
-            n_ended = self._n_ended
-            start_s = ledger.clock() if ledger is not None else 0.0
-            event = await stock_gather_dep(
-                worker, to_gather, total_nbytes=total_nbytes, stimulus_id=stimulus_id
-            )
-            if ledger is not None and (record := ledger.recorder) is not None:
-                record(self._fetch_entry(ledger, worker, event, start_s))
-            error = _memory_error(event)
-            if error is None:
-                self._is_short = False
-                return event
-            self._warn_once(worker, to_gather, total_nbytes, error)
-            if n_ended == self._n_ended:
-                await self._wait_for_room(to_gather, total_nbytes, error)
-            return GatherDepBusyEvent(
-                worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-no-room-{time()}"
-            )
+    async def _fetch(self, peer: str, keys: Collection[Any], nbytes: int, stimulus_id: str) -> Any:
+        """Fetch values as stock does, but ask again later if there is no memory for them."""
+        n_ended, ledger = self._n_ended, self._ledger
+        start_s = ledger.clock() if ledger is not None else 0.0
+        event = await self._stock_gather_dep(
+            peer, keys, total_nbytes=nbytes, stimulus_id=stimulus_id
+        )
+        if ledger is not None and (record := ledger.recorder) is not None:
+            record(self._fetch_entry(ledger, peer, event, start_s))
+        error = _memory_error(event)
+        if error is None:
+            self._is_short = False
+            return event
+        self._warn_once(peer, keys, nbytes, error)
+        if n_ended == self._n_ended:
+            await self._wait_for_room(keys, nbytes, error)
+        return GatherDepBusyEvent(
+            worker=peer, total_nbytes=nbytes, stimulus_id=f"gpurt-no-room-{time()}"
+        )
 
-        def reuse(addr: str, comm: Any) -> None:
-            # Stock calls this while an error propagates, too: values could not be unpickled. The
-            # peer still waits. It would take the next message of the connection for the answer.
-            if sys.exception() is not None:
-                comm.abort()
-            stock_reuse(addr, comm)
-
-        worker.gather_dep = gather_dep  # type: ignore[method-assign]
-        worker.rpc.reuse = reuse  # type: ignore[method-assign]
+    def _reuse(self, addr: str, comm: Any) -> None:
+        # Stock calls this while an error propagates, too: values could not be unpickled. The peer
+        # still waits. It would take the next message of the connection for the answer.
+        if sys.exception() is not None:
+            comm.abort()
+        self._stock_reuse(addr, comm)
 
     def _fetch_entry(self, ledger: Ledger, peer: str, event: Any, start_s: float) -> LedgerEntry:
         """Return the entry of a transfer. It names a task here that waits for one of the values."""

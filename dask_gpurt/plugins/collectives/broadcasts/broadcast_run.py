@@ -275,6 +275,37 @@ def longest_s(nbytes: int) -> float:
     return PATIENCE_S + nbytes / LEAST_RATE
 
 
+class _Receivers:
+    """The receivers of one broadcast, as its sender asks them over Dask's own connections."""
+
+    def __init__(self, rpc: Callable[[str], Any]) -> None:
+        self.name = uuid4().hex
+        self._rpc, self._room = rpc, asyncio.Semaphore(N_ASKED)
+
+    async def ask(
+        self, peers: Sequence[str], handler: str, limit_s: float, **message: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Call a handler of these workers; a failure is an answer with the reason."""
+        calls = (self._call(peer, handler, limit_s, message) for peer in peers)
+        return dict(zip(peers, await asyncio.gather(*calls), strict=True))
+
+    async def _call(
+        self, peer: str, handler: str, limit_s: float, message: dict[str, Any]
+    ) -> dict[str, Any]:
+        try:
+            async with self._room, asyncio.timeout(limit_s):
+                return dict(await getattr(self._rpc(peer), handler)(name=self.name, **message))
+        except TimeoutError:
+            return {"why_not": f"no answer in {limit_s:g} s"}
+        except Exception as error:  # the peer is gone, or it raised this
+            return {"why_not": str(error) or type(error).__name__}
+
+
+def _reasons(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the reason of each worker that failed."""
+    return {peer: str(one["why_not"]) for peer, one in answers.items() if one.get("why_not")}
+
+
 async def spread(
     links: Links,
     rpc: Callable[[str], Any],
@@ -308,30 +339,10 @@ async def spread(
         each other one, the reason.
     """
 
-    async def ask(
-        peers: Sequence[str], handler: str, limit_s: float, **message: Any
-    ) -> dict[str, dict[str, Any]]:
-        """Call a handler of other workers; a failure is an answer with the reason."""
-
-        async def one(peer: str) -> dict[str, Any]:
-            try:
-                async with room, asyncio.timeout(limit_s):
-                    return dict(await getattr(rpc(peer), handler)(name=name, **message))
-            except TimeoutError:
-                return {"why_not": f"no answer in {limit_s:g} s"}
-            except Exception as error:  # the peer is gone, or it raised this
-                return {"why_not": str(error) or type(error).__name__}
-
-        return dict(zip(peers, await asyncio.gather(*map(one, peers)), strict=True))
-
-    def failed(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
-        return {peer: str(one["why_not"]) for peer, one in answers.items() if one.get("why_not")}
-
-    name = uuid4().hex
-    room = asyncio.Semaphore(N_ASKED)
+    receivers = _Receivers(rpc)
     nbytes = sum(one.nbytes for one in stretches)
     n_slices = max(1, min(n_slices, nbytes))
-    answers = await ask(
+    answers = await receivers.ask(
         workers,
         "gpurt_broadcast_join",
         JOIN_PATIENCE_S,
@@ -342,17 +353,17 @@ async def spread(
         lengths=[one.nbytes for one in stretches],
         n_slices=n_slices,
     )
-    if absent := failed(answers):
+    if absent := _reasons(answers):
         # Without a worker, slices have another way. The caller may try again.
         present = [one for one in workers if one not in absent]
-        await ask(present, "gpurt_broadcast_leave", JOIN_PATIENCE_S)
+        await receivers.ask(present, "gpurt_broadcast_leave", JOIN_PATIENCE_S)
         return {"reached": {}, "failed": absent}
-    run = BroadcastRun(links, name, [address, *workers], 0, stretches, n_slices)
+    run = BroadcastRun(links, receivers.name, [address, *workers], 0, stretches, n_slices)
     sending = asyncio.ensure_future(run.run())
     try:
-        answers = await ask(workers, "gpurt_broadcast_end", longest_s(nbytes))
+        answers = await receivers.ask(workers, "gpurt_broadcast_end", longest_s(nbytes))
     finally:
         sending.cancel()
-    absent = failed(answers)
+    absent = _reasons(answers)
     reached = {one: answers[one]["nbytes"] for one in workers if one not in absent}
     return {"reached": reached, "failed": absent}

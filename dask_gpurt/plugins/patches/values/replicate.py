@@ -21,7 +21,6 @@ these names.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -77,74 +76,76 @@ class ReplicateSwap:
         keep: Callable[[Iterable[TaskState]], None],
     ) -> None:
         self._scheduler = scheduler
+        self._broadcast, self._scatter, self._keep = broadcast, scatter, keep
+        self._stock_replicate, self._stock_scatter = scheduler.replicate, scheduler.scatter
         self._stock_handlers = {one: scheduler.handlers[one] for one in ("replicate", "scatter")}
-        stock, stock_scatter = scheduler.replicate, scheduler.scatter
-
-        async def replicate(
-            keys: list[Any],
-            n: int | None = None,
-            workers: Iterable[Any] | None = None,
-            branching_factor: int = 2,
-            delete: bool = True,
-            stimulus_id: str | None = None,
-        ) -> dict[str, Any] | None:
-            targets = _running(scheduler, scheduler.workers_list(workers))
-            tasks = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
-            keep(tasks)
-            if n is None or n >= len(targets):
-                for ts in tasks:
-                    await broadcast(ts, targets)
-            return await stock(keys, n, workers, branching_factor, delete, stimulus_id)
-
-        async def gpurt_scatter(
-            data: dict[Any, Any],
-            workers: Iterable[Any] | None,
-            client: str,
-            broadcast: Any = False,
-            timeout: float = 2,
-        ) -> Any:
-            sent: dict[Any, dict[str, int]] = {}
-            targets: set[WorkerState] = set()
-            if broadcast is True:
-                # Unlike `replicate`, this also takes names of workers, and addresses in part.
-                if workers is not None:
-                    workers = [scheduler.coerce_address(one) for one in workers]
-                targets = _running(scheduler, scheduler.workers if workers is None else workers)
-                for key, value in data.items():
-                    if isinstance(value, Serialized) and (
-                        made := await scatter(key, value, targets)
-                    ):
-                        sent[key] = made
-            if sent:
-                scheduler.update_data(
-                    who_has={
-                        key: [address for address in made if address in scheduler.workers]
-                        for key, made in sent.items()
-                    },
-                    nbytes={key: max(made.values()) for key, made in sent.items()},
-                    client=client,
-                )
-            rest = {key: value for key, value in data.items() if key not in sent}
-            if rest:
-                await stock_scatter(rest, workers, client, broadcast, timeout)
-            if sent:  # stock Dask makes the copies that are missing
-                await replicate(list(sent), None, [ws.address for ws in targets])
-            return list(data)
-
-        # Dask inspects the names of a handler's parameters.
-        replicate.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
-        gpurt_scatter.__signature__ = inspect.signature(stock_scatter)  # type: ignore[attr-defined]
-        scheduler.replicate = replicate  # type: ignore[method-assign]
-        scheduler.scatter = gpurt_scatter  # type: ignore[method-assign]
         self._ours: dict[str, Callable[..., Any]]
-        self._ours = {"replicate": replicate, "scatter": gpurt_scatter}
+        self._ours = {"replicate": self._replicated, "scatter": self._scattered}
+        vars(scheduler).update(self._ours)
         scheduler.handlers.update(self._ours)
+
+    # Dask inspects the names of a handler's parameters, so these have stock's.
+
+    async def _replicated(
+        self,
+        keys: list[Any],
+        n: int | None = None,
+        workers: Iterable[Any] | None = None,
+        branching_factor: int = 2,
+        delete: bool = True,
+        stimulus_id: str | None = None,
+    ) -> dict[str, Any] | None:
+        scheduler = self._scheduler
+        targets = _running(scheduler, scheduler.workers_list(workers))
+        tasks = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
+        self._keep(tasks)
+        if n is None or n >= len(targets):
+            for ts in tasks:
+                await self._broadcast(ts, targets)
+        return await self._stock_replicate(keys, n, workers, branching_factor, delete, stimulus_id)
+
+    async def _scattered(
+        self,
+        data: dict[Any, Any],
+        workers: Iterable[Any] | None,
+        client: str,
+        broadcast: Any = False,
+        timeout: float = 2,
+    ) -> Any:
+        scheduler = self._scheduler
+        sent: dict[Any, dict[str, int]] = {}
+        targets: set[WorkerState] = set()
+        if broadcast is True:
+            # Unlike `replicate`, this also takes names of workers, and addresses in part.
+            if workers is not None:
+                workers = [scheduler.coerce_address(one) for one in workers]
+            targets = _running(scheduler, scheduler.workers if workers is None else workers)
+            for key, value in data.items():
+                if isinstance(value, Serialized) and (
+                    made := await self._scatter(key, value, targets)
+                ):
+                    sent[key] = made
+        if sent:
+            scheduler.update_data(
+                who_has={
+                    key: [address for address in made if address in scheduler.workers]
+                    for key, made in sent.items()
+                },
+                nbytes={key: max(made.values()) for key, made in sent.items()},
+                client=client,
+            )
+        rest = {key: value for key, value in data.items() if key not in sent}
+        if rest:
+            await self._stock_scatter(rest, workers, client, broadcast, timeout)
+        if sent:  # stock Dask makes the copies that are missing
+            await self._replicated(list(sent), None, [ws.address for ws in targets])
+        return list(data)
 
     def uninstall(self) -> None:
         """Restore the stock methods and handlers."""
         for name, ours in self._ours.items():
             vars(self._scheduler).pop(name, None)
-            if self._scheduler.handlers.get(name) is ours:
+            if self._scheduler.handlers.get(name) == ours:
                 self._scheduler.handlers[name] = self._stock_handlers[name]
 
 
