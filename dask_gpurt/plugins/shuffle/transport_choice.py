@@ -152,20 +152,12 @@ class Links(Arrivals):
             message = await compose(path)
             began_s = event_loop(self._worker).time()
             try:
-                answer = await path.send(message, call)
+                status = (await path.send(message, call))["status"]
             except TransportError as error:
                 # The next attempt finds another path, or says why there is none.
                 self._forget(address, transport)
-                if message.is_from_device:
-                    # UCX may know a device and still fail to read it.
-                    self._device_failures[address] = str(error)
-                elif path.name == "ucx":
-                    # One link may break. If its successor breaks too, UCX is at fault.
-                    broken = self._broken.setdefault(address, path)
-                    if broken is not path or isinstance(error, LateError):
-                        self._ucx_failures[address] = str(error)
+                self._note_error(address, path, message, error)
                 raise
-            status = answer["status"]
             if status == RELINK:
                 self._forget(address, transport)
                 if attempt and message.is_from_device:
@@ -173,17 +165,7 @@ class Links(Arrivals):
                 elif attempt and path.name == "ucx":
                     self._ucx_failures[address] = "the peer could not receive"
             elif status != DAMAGED:
-                self._broken.pop(address, None)
-                link = LinkPath(self._worker.address, address, path.name)
-                nbytes = sum(buffer.nbytes for buffer in message.buffers)
-                now_s = event_loop(self._worker).time()
-                self.traffic.add(link, nbytes, now_s)
-                self.sent.add(
-                    path.name,
-                    is_same_host=host_of(address) == host_of(link.sender),
-                    nbytes=nbytes,
-                    seconds=now_s - began_s,
-                )
+                self._count_sent(address, path, message, began_s)
                 return message
             del message  # an error of the next attempt would keep this frame alive
         if status == RELINK:
@@ -191,6 +173,31 @@ class Links(Arrivals):
         raise DamagedError(
             f"{_MAX_ATTEMPTS} times in a row a message to {address} arrived damaged: the network "
             "or the memory of one of the two hosts is at fault"
+        )
+
+    def _note_error(
+        self, address: str, path: Transport, message: Message, error: TransportError
+    ) -> None:
+        if message.is_from_device:
+            # UCX may know a device and still fail to read it.
+            self._device_failures[address] = str(error)
+        elif path.name == "ucx":
+            # One link may break. If its successor breaks too, UCX is at fault.
+            broken = self._broken.setdefault(address, path)
+            if broken is not path or isinstance(error, LateError):
+                self._ucx_failures[address] = str(error)
+
+    def _count_sent(self, address: str, path: Transport, message: Message, began_s: float) -> None:
+        self._broken.pop(address, None)
+        link = LinkPath(self._worker.address, address, path.name)
+        nbytes = sum(buffer.nbytes for buffer in message.buffers)
+        now_s = event_loop(self._worker).time()
+        self.traffic.add(link, nbytes, now_s)
+        self.sent.add(
+            path.name,
+            is_same_host=host_of(address) == host_of(link.sender),
+            nbytes=nbytes,
+            seconds=now_s - began_s,
         )
 
     def on_host(self, transport: str) -> Set[str]:
