@@ -23,7 +23,7 @@ from dask_gpurt.frames.adapter import Merge, Selection
 from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, cut_shards
 from dask_gpurt.shuffle.shard import Origins, Shard
 
-#: Bytes of the shards that are merged together. While they are merged, they take twice the memory.
+#: Least bytes of shards to merge together. While they are merged, they take twice the memory.
 MERGED_NBYTES = 32 << 20
 #: Smaller pieces are merged before outputs are assembled. To assemble a piece costs about 2 us,
 #: whatever its size, and a merge handles 4 KiB in that time.
@@ -52,9 +52,16 @@ def has_small_pieces(shard: Shard, n_pieces: CountPieces) -> bool:
     return shard.nbytes < SMALL_PIECE_NBYTES * n_pieces(shard)
 
 
-def is_undersized(shard: Shard, n_pieces: CountPieces) -> bool:
-    """Return whether a shard has several pieces, and less than half of a full shard's bytes."""
-    return n_pieces(shard) > 1 and shard.nbytes < SHARD_TARGET_NBYTES // 2
+def would_be_read_again(shard: Shard, n_pieces: CountPieces, most_pieces: float) -> bool:
+    """Return whether a spilled shard would be read for a piece, evicted, and read for the next one.
+
+    Parameters
+    ----------
+    most_pieces
+        If all shards have at most as many pieces, those with rows of one slot fit into memory.
+    """
+    n = n_pieces(shard)
+    return n > 1 and (n > most_pieces or shard.nbytes < SHARD_TARGET_NBYTES // 2)
 
 
 def groups(
@@ -62,26 +69,35 @@ def groups(
     is_small: Callable[[Shard, CountPieces], bool],
     least_pieces: int = LEAST_PIECES,
     n_pieces: CountPieces = count_slots,
+    nbytes: int = 0,
 ) -> list[list[Shard]]:
     """Return groups of shards to merge, in the order of their sources.
 
     Shards that are on disk or merged already are left out, and divide groups.
+
+    Parameters
+    ----------
+    nbytes
+        Bytes of a group, if more than usual. The larger it is, the fewer slots a merged shard has.
     """
     found: list[list[Shard]] = [[]]
-    nbytes = 0
+    most_nbytes, of_group_nbytes = max(nbytes, MERGED_NBYTES), 0
     for shard in sorted(shards, key=lambda one: (one.source, one.first_slot)):
         group = found[-1]
         is_new = shard.on_disk is None and not shard.is_merged
         fits = shard.is_resident and is_new and is_small(shard, n_pieces)
         if not fits or (
             group
-            and (shard.layout_key != group[-1].layout_key or nbytes + shard.nbytes > MERGED_NBYTES)
+            and (
+                shard.layout_key != group[-1].layout_key
+                or of_group_nbytes + shard.nbytes > most_nbytes
+            )
         ):
             found.append([])
-            nbytes = 0
+            of_group_nbytes = 0
         if fits:
             found[-1].append(shard)
-            nbytes += shard.nbytes
+            of_group_nbytes += shard.nbytes
     return [
         group for group in found if len(group) > 1 and sum(map(n_pieces, group)) >= least_pieces
     ]

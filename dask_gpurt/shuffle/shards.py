@@ -15,11 +15,10 @@ instant: one step replaces shards by those that they were merged into.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,14 +36,16 @@ from dask_gpurt.shuffle import merging
 from dask_gpurt.shuffle.budget import Budget
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.slot_index import SlotIndex, are_interleaved
-from dask_gpurt.shuffle.spill_file import Extent, SpillFile
+from dask_gpurt.shuffle.spill_file import Extent, SpillFile, SpillFiles
 
 logger = logging.getLogger("dask_gpurt.shuffle")
 
 #: Spilling stops below this share of the limit, so that it does not restart at once.
 LOW_WATER = 0.8
-#: The store appends to a file up to this size: each file takes a descriptor.
-FILE_NBYTES = 1 << 28
+#: Share of the limit for the shards with rows of one slot. They stay in memory for the next slot.
+_WINDOW_SHARE = 0.5
+#: Share of the limit for shards that are merged together, if it is more than usual.
+_GROUP_SHARE = 1 / 16
 
 
 class _Arrival(NamedTuple):
@@ -104,12 +105,11 @@ class ShardStore:
         self._directory = directory
         self._budget = budget
         self._counters = counters
-        self._open_file = open_file
         self._on_disk_io = on_disk_io or (lambda label, nbytes: None)
         self._empty_at = empty_at
         self._slots_per_lane = slots_per_lane
-        self._run_later = run_later
         self._lock = threading.Lock()
+        self._files = SpillFiles(directory, self._lock, open_file, run_later)
         self._spilling = threading.Lock()
         self._arrived: dict[int, _Arrival] = {}
         #: A set in the order of insertion.
@@ -124,7 +124,6 @@ class ShardStore:
         #: Results that are safe, for slots with several readers.
         self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
-        self._files: list[SpillFile] = []
         self._can_spill = may_spill
         self._has_warned = False
         self._closed = False
@@ -188,7 +187,7 @@ class ShardStore:
                         break
                     if shard.on_disk is None:
                         if file is None:
-                            file = self._open()
+                            file = self._files.open_for_writing()
                         self._write(shard, file)
                     self._evict(shard)
                     if self._budget.used_nbytes <= LOW_WATER * self._budget.limit_nbytes:
@@ -208,7 +207,7 @@ class ShardStore:
                     logger.warning("cannot spill shuffle data now (%s); it is retried later", error)
             finally:
                 if file is not None:
-                    self._release_files([file])
+                    self._files.release([file])
 
     def _victims(self) -> list[Shard]:
         with self._lock:
@@ -217,19 +216,6 @@ class ShardStore:
         # become free. A shard that stays in between would keep its page.
         n_slots = self._slots_per_lane
         return sorted(resident, key=lambda shard: shard.first_slot // n_slots, reverse=True)
-
-    def _open(self) -> SpillFile:
-        """Return the last file if it may grow, or a new one."""
-        with self._lock:
-            file = self._files[-1] if self._files else None
-            if file is not None and file.is_needed and file.nbytes < FILE_NBYTES:
-                file.keep()
-                return file
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        file = self._open_file(os.path.join(self._directory, f"{len(self._files):06d}.shards"))
-        with self._lock:
-            self._files.append(file)
-        return file
 
     def _write(self, shard: Shard, file: SpillFile) -> None:
         with self._lock:
@@ -278,7 +264,7 @@ class ShardStore:
                         )
                 is_mixed = are_interleaved(self._shards)
                 n_pieces = merging.count_runs if is_mixed else merging.count_slots
-                self._unmerged = self._groups(
+                self._unmerged = self._groups_read_again() or self._groups(
                     merging.has_small_pieces, merging.LEAST_PIECES, n_pieces
                 )
         while (group := self._next_unmerged()) is not None:
@@ -296,11 +282,29 @@ class ShardStore:
         is_small: Callable[[Shard, merging.CountPieces], bool],
         least_pieces: int = 0,
         n_pieces: merging.CountPieces = merging.count_slots,
+        nbytes: int = 0,
     ) -> list[list[Shard]]:
         """Return groups of shards to merge. Call with the lock."""
         if self._adapter.merge is None or self._closed:
             return []
-        return merging.groups(self._shards, is_small, least_pieces, n_pieces)
+        return merging.groups(self._shards, is_small, least_pieces, n_pieces, nbytes)
+
+    def _groups_read_again(self) -> list[list[Shard]]:
+        """Return groups of shards that would be read from disk for each slot. Call with the lock.
+
+        It assumes that all shards are alike. Those with rows of a slot then have the same share of
+        all bytes as a shard has of the slots.
+        """
+        limit_nbytes = self._budget.limit_nbytes
+        stored_nbytes = self.resident_nbytes + self._on_disk_nbytes
+        if stored_nbytes <= limit_nbytes:
+            return []
+        first, end = self._slots
+        most_pieces = (end - first) * _WINDOW_SHARE * limit_nbytes / stored_nbytes
+        return self._groups(
+            partial(merging.would_be_read_again, most_pieces=most_pieces),
+            nbytes=int(_GROUP_SHARE * limit_nbytes),
+        )
 
     def _next_unmerged(self) -> list[Shard] | None:
         with self._lock:
@@ -312,7 +316,7 @@ class ShardStore:
     def _merge_before_spilling(self) -> None:
         """Merge shards that cover many slots. Each of these slots would read such a shard again."""
         with self._lock:
-            groups = [] if self._unmerged is not None else self._groups(merging.is_undersized)
+            groups = [] if self._unmerged is not None else self._groups_read_again()
         for group in groups:
             with self._lock:
                 if self._unmerged is not None:
@@ -346,7 +350,7 @@ class ShardStore:
                         self._resident(shard.nbytes)
                 self._n_merging -= 1
                 self._merged.notify_all()
-            self._release_files(files)
+            self._files.release(files)
 
     # ------------------------------------------------------------------ out
 
@@ -452,7 +456,7 @@ class ShardStore:
                     if shard.on_disk is not None:
                         files.append(shard.on_disk[0])
                     self._drop(shard)
-        self._release_files(files)
+        self._files.release(files)
 
     def _drop(self, shard: Shard) -> None:
         if shard.is_resident:
@@ -460,13 +464,6 @@ class ShardStore:
         if shard.on_disk is not None:
             self._stored(-shard.packed_nbytes)
         shard.body = shard.packed = shard.on_disk = None
-
-    def _release_files(self, files: Sequence[SpillFile]) -> None:
-        """Drop one reference to each of these files: that of a shard or of the writer."""
-        with self._lock:
-            unneeded = [file for file in files if file.release()]
-        for file in unneeded:
-            self._run_later(file.remove)
 
     def close(self) -> None:
         """Free all shards and delete all files."""
@@ -478,8 +475,4 @@ class ShardStore:
             self._stored(-self._on_disk_nbytes)
         # Wait for a spill in progress: its file must not be closed meanwhile.
         with self._spilling:
-            files, self._files = self._files, []
-            for file in files:
-                file.remove()
-            with contextlib.suppress(OSError):
-                os.rmdir(self._directory)
+            self._files.close()

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ Buffer = npt.NDArray[np.uint8]
 
 #: Checksums and I/O work in pieces that stay in the CPU cache between the two.
 _PIECE_NBYTES = 16 * STEP_NBYTES
+
+
+#: A file grows up to this size. Each one takes a descriptor.
+FILE_NBYTES = 1 << 28
 
 
 class Extent(NamedTuple):
@@ -123,3 +128,61 @@ class SpillFile:
             except OSError as error:
                 # Linux frees the descriptor anyway. A second close could close another file.
                 logger.warning("cannot close %s without an error: %s", self.path, error)
+
+
+class SpillFiles:
+    """The spill files of one run. When one is full, the next one begins.
+
+    Parameters
+    ----------
+    directory
+        Made for the first file.
+    lock
+        Guards the references to files. Its owner holds it to change a single one.
+    open_file
+        Opens a file of this path.
+    run_later
+        Runs a call that may take long, off the critical path.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        lock: threading.Lock,
+        open_file: Callable[[str], SpillFile],
+        run_later: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._directory, self._lock = directory, lock
+        self._open_file, self._run_later = open_file, run_later
+        self._files: list[SpillFile] = []
+
+    def __iter__(self) -> Iterator[SpillFile]:
+        return iter(self._files)
+
+    def open_for_writing(self) -> SpillFile:
+        """Return the last file if it may grow, or a new one, with a reference for the writer."""
+        with self._lock:
+            file = self._files[-1] if self._files else None
+            if file is not None and file.is_needed and file.nbytes < FILE_NBYTES:
+                file.keep()
+                return file
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        file = self._open_file(os.path.join(self._directory, f"{len(self._files):06d}.shards"))
+        with self._lock:
+            self._files.append(file)
+        return file
+
+    def release(self, files: Sequence[SpillFile]) -> None:
+        """Drop one reference to each of these files: that of a shard or of the writer."""
+        with self._lock:
+            unneeded = [file for file in files if file.release()]
+        for file in unneeded:
+            self._run_later(file.remove)
+
+    def close(self) -> None:
+        """Close all files. No writer may use one."""
+        files, self._files = self._files, []
+        for file in files:
+            file.remove()
+        with contextlib.suppress(OSError):
+            os.rmdir(self._directory)

@@ -100,6 +100,42 @@ def test_spilled_slots_are_read_once(tmp_path, one_slot_each):
     assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes")
 
 
+def spill_sources(tmp_path, adapter, n_sources, counts, limit_share):
+    """Return a store to which sources came one by one, with memory for a share of their bytes."""
+    shards = [make_shard(source, 0, counts) for source in range(n_sources)]
+    limit_nbytes = int(limit_share * sum(shard.nbytes for shard in shards))
+    rig = Rig(tmp_path, adapter=adapter, limit_nbytes=limit_nbytes)
+    for shard in shards:
+        rig.store.add([shard])
+        rig.store.make_room()
+    return rig
+
+
+@pytest.mark.parametrize("limit_share", [0.3, 0.6, 0.95])
+def test_full_shards_are_not_read_for_each_slot(tmp_path, monkeypatch, one_slot_each, limit_share):
+    """Their rows of a slot are spread over more bytes than there is memory for."""
+    monkeypatch.setattr(merging, "SHARD_TARGET_NBYTES", ROW_NBYTES)
+    counts = [2] * N_SLOTS
+    monkeypatch.setattr(merging, "MERGED_NBYTES", 5 * make_shard(0, 0, counts).nbytes)
+    rig = spill_sources(tmp_path, MergingFrames(), 40, counts, limit_share)
+    rig.store.seal()
+    for slot in range(N_SLOTS):
+        assert len(read_slot(rig.store, slot)) == 80
+        rig.store.make_room()
+        rig.store.release(slot)
+    assert 0 < rig.counted("unspilled_nbytes") <= rig.counted("spilled_nbytes")
+
+
+def test_full_shards_of_few_slots_are_spilled_as_they_are(tmp_path, monkeypatch):
+    """There is memory for all of them that have rows of a slot."""
+    monkeypatch.setattr(merging, "SMALL_PIECE_NBYTES", 0)
+    monkeypatch.setattr(merging, "SHARD_TARGET_NBYTES", ROW_NBYTES)
+    rig = spill_sources(tmp_path, adapter := MergingFrames(), 40, [2, 2], 0.8)
+    rig.store.seal()
+    assert rig.counted("spilled_nbytes") > 0
+    assert adapter.n_merged == 0
+
+
 def test_sources_that_come_after_a_merge_keep_their_place(tmp_path):
     rig = rig_with(tmp_path, adapter := MergingFrames(), [0, 2, 4], limit_nbytes=0)
     rig.store.make_room()

@@ -14,7 +14,7 @@ import pytest
 from dask_gpurt.errors import (
     ShardStorageError,
 )
-from dask_gpurt.shuffle import shards
+from dask_gpurt.shuffle import spill_file
 from dask_gpurt.shuffle.shards import LOW_WATER
 from dask_gpurt.shuffle.spill_file import SpillFile
 from tests.shuffle.shard_rig import (
@@ -158,7 +158,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
 
 
 def test_later_spills_append_to_the_same_file_up_to_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "FILE_NBYTES", 4 * ROW_NBYTES)
+    monkeypatch.setattr(spill_file, "FILE_NBYTES", 4 * ROW_NBYTES)
     rig = Rig(tmp_path, limit_nbytes=0)
     n_files = []
     for source in range(6):
@@ -188,7 +188,7 @@ def test_spills_after_a_file_was_deleted_get_a_new_one(tmp_path):
 
 
 def test_a_file_is_deleted_with_the_last_of_its_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "FILE_NBYTES", 1)
+    monkeypatch.setattr(spill_file, "FILE_NBYTES", 1)
     rig = Rig(tmp_path, limit_nbytes=0)
     rig.store.add(spread_shards(3))
     rig.store.make_room()
