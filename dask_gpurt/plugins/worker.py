@@ -30,6 +30,7 @@ from dask_gpurt.plugins.dashboard.glance import WorkerGlance
 from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
+from dask_gpurt.plugins.memory.shard_relief import ShardRelief
 from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns, forget_handlers
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
@@ -381,9 +382,11 @@ class Attachment:
 
         self._unmanaged_reason = obstacle(worker, settings.memory)
         self._memory: ManagedMemory | None = None
+        self._relief: ShardRelief | None = None
         if self._unmanaged_reason is None:
             self._memory = ManagedMemory(worker, settings.memory, state)
         else:
+            self._relief = ShardRelief(worker, state)
             logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
         self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
@@ -466,8 +469,7 @@ class Attachment:
 
     async def _restore(self) -> None:
         await self._counter_sender.send_final()
-        if self._memory is not None:
-            await self._memory.close()
+        await self._close_memory()
         self.state.detach()
         await self.state.links.disconnect()
         # Last: the scheduler may ask until now, and Dask logs a traceback if nobody answers.
@@ -484,5 +486,9 @@ class Attachment:
             await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
         else:
             await self._counter_sender.send_final()
-        if self._memory is not None:
-            await self._memory.close()
+        await self._close_memory()
+
+    async def _close_memory(self) -> None:
+        for one in (self._memory, self._relief):
+            if one is not None:
+                await one.close()

@@ -25,6 +25,9 @@ from dask_gpurt.shuffle.shard import Origins, Shard
 
 #: Least bytes of shards to merge together. While they are merged, they take twice the memory.
 MERGED_NBYTES = 32 << 20
+#: Size of merged shards that may be spilled. They should have one slot each: a slot reads all
+#: shards with rows of it, and they may be evicted before the next slot.
+SPILLED_NBYTES = 64 << 10
 #: Smaller pieces are merged before outputs are assembled. To assemble a piece costs about 2 us,
 #: whatever its size, and a merge handles 4 KiB in that time.
 SMALL_PIECE_NBYTES = 4 << 10
@@ -104,7 +107,11 @@ def groups(
 
 
 def merged(
-    group: Sequence[Shard], bodies: Sequence[Any], merge: Merge, empty_at: EmptyAt
+    group: Sequence[Shard],
+    bodies: Sequence[Any],
+    merge: Merge,
+    empty_at: EmptyAt,
+    target_nbytes: int = SHARD_TARGET_NBYTES,
 ) -> list[Shard]:
     """Return the shards that replace a group.
 
@@ -114,6 +121,8 @@ def merged(
         Shards of one layout.
     bodies
         Their bodies.
+    target_nbytes
+        Usual size of the new shards.
     """
     first = min(shard.first_slot for shard in group)
     n_slots = max(shard.end_slot for shard in group) - first
@@ -122,7 +131,7 @@ def merged(
     before = np.zeros(n_slots + 1, dtype=np.int64)
     np.cumsum(np.bincount(origins.slot - first, origins.n_rows, n_slots), out=before[1:])
     row_nbytes = sum(shard.nbytes for shard in group) / max(len(rows), 1)
-    cuts = cut_shards(before, row_nbytes)
+    cuts = cut_shards(before, row_nbytes, target_nbytes)
     selections = [
         Selection(rows[before[a] : before[b]], False, partial(_empty, empty_at, first + a))
         for a, b in cuts

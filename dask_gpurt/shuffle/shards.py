@@ -34,6 +34,7 @@ from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, fresh, on_host
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import merging
 from dask_gpurt.shuffle.budget import Budget
+from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.slot_index import SlotIndex, are_interleaved
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile, SpillFiles
@@ -43,7 +44,7 @@ logger = logging.getLogger("dask_gpurt.shuffle")
 #: Spilling stops below this share of the limit, so that it does not restart at once.
 LOW_WATER = 0.8
 #: Share of the limit for the shards with rows of one slot. They stay in memory for the next slot.
-_WINDOW_SHARE = 0.5
+_WINDOW_SHARE = 0.2
 #: Share of the limit for shards that are merged together, if it is more than usual.
 _GROUP_SHARE = 1 / 16
 
@@ -331,7 +332,9 @@ class ShardStore:
         try:
             assert self._adapter.merge is not None
             bodies = [self._body(shard) for shard in group]
-            made = merging.merged(group, bodies, self._adapter.merge, self._empty_at)
+            may_spill = self._on_disk_nbytes or self.is_over_limit
+            nbytes = merging.SPILLED_NBYTES if may_spill else SHARD_TARGET_NBYTES
+            made = merging.merged(group, bodies, self._adapter.merge, self._empty_at, nbytes)
         except (MemoryError, ValueError, PartitionReleasedError) as error:
             # Without memory for a copy, pieces are assembled one by one. A damaged shard is found
             # again, and reported, by the task that reads it. And a run may be closed meanwhile.

@@ -73,7 +73,7 @@ def test_inputs_of_tasks_one_after_the_other_stay_as_they_are(tmp_path, monkeypa
 @pytest.fixture
 def one_slot_each(monkeypatch):
     """Merged shards have one slot each; of real size, they have as many as fit."""
-    monkeypatch.setattr(merging, "cut_shards", lambda before, row: [(n, n + 1) for n in range(10)])
+    monkeypatch.setattr(merging, "cut_shards", lambda *_: [(n, n + 1) for n in range(10)])
 
 
 def test_slots_are_freed_one_after_the_other(tmp_path, one_slot_each):
@@ -100,11 +100,11 @@ def test_spilled_slots_are_read_once(tmp_path, one_slot_each):
     assert rig.counted("unspilled_nbytes") == rig.counted("spilled_nbytes")
 
 
-def spill_sources(tmp_path, adapter, n_sources, counts, limit_share):
+def spill_sources(tmp_path, adapter, n_sources, counts, limit_share, n_slots=N_SLOTS):
     """Return a store to which sources came one by one, with memory for a share of their bytes."""
     shards = [make_shard(source, 0, counts) for source in range(n_sources)]
     limit_nbytes = int(limit_share * sum(shard.nbytes for shard in shards))
-    rig = Rig(tmp_path, adapter=adapter, limit_nbytes=limit_nbytes)
+    rig = Rig(tmp_path, adapter=adapter, limit_nbytes=limit_nbytes, slots=(0, n_slots))
     for shard in shards:
         rig.store.add([shard])
         rig.store.make_room()
@@ -130,7 +130,7 @@ def test_full_shards_of_few_slots_are_spilled_as_they_are(tmp_path, monkeypatch)
     """There is memory for all of them that have rows of a slot."""
     monkeypatch.setattr(merging, "SMALL_PIECE_NBYTES", 0)
     monkeypatch.setattr(merging, "SHARD_TARGET_NBYTES", ROW_NBYTES)
-    rig = spill_sources(tmp_path, adapter := MergingFrames(), 40, [2, 2], 0.8)
+    rig = spill_sources(tmp_path, adapter := MergingFrames(), 40, [2, 2], 0.8, 50)
     rig.store.seal()
     assert rig.counted("spilled_nbytes") > 0
     assert adapter.n_merged == 0
