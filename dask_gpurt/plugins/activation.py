@@ -21,6 +21,7 @@ from dask_gpurt.plugins import bootstrap, client_origin
 from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
+from dask_gpurt.plugins.patches import client as client_patches
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.plugins.time_spent import spent
 from dask_gpurt.topology import description
@@ -131,14 +132,40 @@ async def on_connect(client: Client) -> None:
         logger.info("a client of a task on worker %s does not change the settings", worker)
         return
     try:
-        await activate(client, config.read())
+        settings = config.read()
+        _activate_on_reconnect(client, settings)
+        await activate(client, settings)
     except (ActivationError, ConfigError) as error:
-        if config.is_strict():
-            p2p.refuse_work(client, StrictFallbackError(str(error)))
+        _refuse_if_strict(client, error)
         if isinstance(error, ConfigError):
             # The preload logs it, once for a client and a scheduler in one process.
             raise
         logger.error("dask_gpurt is not active: %s", error)
+
+
+def _refuse_if_strict(client: Client, error: Exception) -> None:
+    if config.is_strict():
+        p2p.refuse_work(client, StrictFallbackError(str(error)))
+
+
+def _activate_on_reconnect(client: Client, settings: config.Settings) -> None:
+    """Activate the runtime again if a client finds its scheduler started anew."""
+
+    async def activate_if_new() -> None:
+        try:
+            status = await read_status(client, ask_workers=False)
+            # Where the runtime was on, another client may have switched it off.
+            if status["activation"] is None:
+                await activate(client, settings)
+        except (ActivationError, ConfigError) as error:
+            _refuse_if_strict(client, error)
+            logger.error("dask_gpurt is not active: %s", error)
+        except Exception as error:
+            logger.warning(
+                "dask_gpurt cannot tell whether it is active after a reconnect: %r", error
+            )
+
+    client_patches.call_on_reconnect(client, activate_if_new)
 
 
 def enable(client: Client) -> Any:
@@ -148,10 +175,12 @@ def enable(client: Client) -> Any:
 async def _enable(client: Client, settings: config.Settings) -> None:
     p2p.allow_work(client)
     await activate(client, settings)
+    _activate_on_reconnect(client, settings)
 
 
 async def _disable(client: Client) -> None:
     p2p.allow_work(client)
+    client_patches.forget_reconnects(client)
     status = await read_status(client, ask_workers=False)
     if status["active"]:
         await scheduler_of(client).gpurt_disable()
