@@ -226,6 +226,8 @@ def trace(
     ActivationError
         The client is not connected, or the scheduler has another version of this package or none.
         Raised where the block begins.
+    TraceFileError
+        No file can be written at `path`. Raised where the block begins.
     TraceInProgressError
         This cluster is being traced already. Raised where the block begins.
     TracingError

@@ -62,6 +62,8 @@ class ClusterRecord:
     #: Summaries of shuffles by id and run, the newest at the end, and loads of workers by address.
     shuffles: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Most threads that workers had in one reading.
+    n_threads: int = 0
     #: Every worker that ever reported.
     workers: set[str] = field(default_factory=set)
     tasks_done: int = 0
@@ -94,6 +96,8 @@ class ClusterRecord:
         for worker, report in status["workers"].items():
             if report:
                 self.loads[worker] = report["load"]
+        present = (report["load"]["threads"] for report in status["workers"].values() if report)
+        self.n_threads = max(self.n_threads, sum(present))
 
     @property
     def runs(self) -> Counter[str]:
@@ -126,6 +130,8 @@ class CounterSnapshot:
     #: What workers spent (`SPENT`), their loads, and summaries of shuffles.
     spent: dict[str, float] = field(default_factory=dict)
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Most threads that workers had at one time.
+    n_threads: int = 0
     shuffles: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -321,6 +327,7 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         tasks_total=sum(record.tasks_total for record, _ in pairs),
         spent={name: float(spent[name]) for name in SPENT},
         loads=loads,
+        n_threads=sum(record.n_threads for record, _ in pairs),
         shuffles=shuffles,
     )
 

@@ -17,6 +17,7 @@ from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
 from dask_gpurt.command.run_report import device_note, times
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.placement.explanation import REASONS
+from dask_gpurt.tracing.live_facts import LiveFacts
 
 
 def show(
@@ -204,8 +205,9 @@ def _link(link: Sequence[Any] | None) -> str:
 def _shuffles(shuffles: list[dict[str, Any]], width: int | None) -> list[str]:
     rows = [[content(one) for content in _COLUMNS.values()] for one in shuffles]
     lines = table(list(_COLUMNS), rows, width)
+    lost = LiveFacts(shuffles=shuffles).lost
     for one in shuffles:
-        if one["hot"]:
+        if one["hot"] and one not in lost:
             hot = ", ".join(f"{name} ({rows:,} rows)" for name, rows in one["hot"])
             text = (
                 f"{_COLUMNS['shuffle'](one)}: the fullest output partitions are {hot};"

@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import io
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,11 +47,19 @@ def check(path: str | os.PathLike[str]) -> None:
     Raises
     ------
     TraceFileError
-        There is no such folder, the ending is none of `ENDINGS`, or the package for it is missing.
+        No file can be written there, the ending is none of `ENDINGS`, or the package for it is
+        missing.
     """
     path = Path(path)
     if not path.absolute().parent.is_dir():
         raise TraceFileError(f"cannot write {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise TraceFileError(f"cannot write {path}: it is a folder")
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise TraceFileError(f"cannot write {path}: {error.strerror or error}") from error
     if _ending(path) in _PERFETTO:
         try:
             protobuf.protos()

@@ -47,6 +47,25 @@ class LiveFacts:
     method: str = ""
 
     @property
+    def lost(self) -> list[Mapping[str, Any]]:
+        """Attempts at shuffles that did not count, as a worker left."""
+        last: dict[str, int] = {}
+        for one in self.shuffles:
+            last[one["id"]] = max(last.get(one["id"], 0), one["run"])
+        # A program that computes the same thing again has runs with all of their outputs.
+        return [
+            one
+            for one in self.shuffles
+            if one["run"] < last[one["id"]] and one["outputs"] < max(one["partitions_out"], 1)
+        ]
+
+    @property
+    def counting(self) -> list[Mapping[str, Any]]:
+        """All other attempts. The figures of lost ones lack those of workers that left."""
+        lost = self.lost
+        return [one for one in self.shuffles if one not in lost]
+
+    @property
     def threads(self) -> int:
         """The number of threads that share the seconds of tasks; at least 1."""
         return max(self.n_threads, *(int(one["threads"]) for one in self.shuffles), 1)

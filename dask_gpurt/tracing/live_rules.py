@@ -50,7 +50,7 @@ def _worst(
     facts: LiveFacts, saves_s: Callable[[Mapping[str, Any]], float]
 ) -> tuple[Mapping[str, Any], float] | None:
     """Return the run that could save most, and the savings over all runs; None if none could."""
-    found = [(s, one) for one in facts.shuffles if (s := saves_s(one)) > 0]
+    found = [(s, one) for one in facts.counting if (s := saves_s(one)) > 0]
     if not found:
         return None
     return max(found, key=lambda pair: pair[0])[1], sum(s for s, _ in found)
@@ -131,7 +131,7 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
     busy_s = facts.busy_s.values()
     uneven_s = max(busy_s) - sum(busy_s) / len(busy_s) if busy_s else 0.0
 
-    most_nbytes = max((one["nbytes"] for one in facts.shuffles), default=0)
+    most_nbytes = max((one["nbytes"] for one in facts.counting), default=0)
 
     def saves_s(one: Mapping[str, Any]) -> float:
         # A small shuffle beside large ones may be as skewed as it likes.
@@ -279,16 +279,7 @@ def _scheduler_bound(facts: LiveFacts) -> Bottleneck | None:
 
 
 def _restarts(facts: LiveFacts) -> Bottleneck | None:
-    last: dict[str, int] = {}
-    for one in facts.shuffles:
-        last[one["id"]] = max(last.get(one["id"], 0), one["run"])
-    # A program that computes the same thing again has runs with all of their outputs.
-    lost = [
-        one
-        for one in facts.shuffles
-        if one["run"] < last[one["id"]] and one["outputs"] < max(one["partitions_out"], 1)
-    ]
-    if not lost:
+    if not (lost := facts.lost):
         return None
     seconds = sum(one["lasted_s"] for one in lost)
     names = ", ".join(_name(one) for one in lost[:MOST_NAMES])

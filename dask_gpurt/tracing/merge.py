@@ -376,7 +376,10 @@ def _bring_in_order(
                 low, high = sent.start_s - row.start_s, sent.end_s - row.end_s
                 narrow(sender, number, low, high)
     for run in tasks:
-        if (seen := run.row) is not None:
+        if (seen := run.row) is None:
+            continue
+        # A task may run already when it is assigned to its worker again, after another worker left.
+        if seen.start_s >= run.assigned_s - every[run.process].clock.error_s:
             narrow(0, run.process, run.assigned_s - seen.start_s, run.known_s - seen.end_s)
     moved = shifts(limits, [one.clock.error_s for one in every])
     for one, by_s in zip(every, moved, strict=True):

@@ -40,6 +40,17 @@ def test_departed_workers_still_count() -> None:
     assert record.totals == {"sent_nbytes": 14}
 
 
+def test_threads_of_departed_workers_do_not_count() -> None:
+    record = ClusterRecord("tcp://s")
+    figures = {"spent": {}, "shuffles": []}
+    load = {"load": {"threads": 2, "cores": 4, "task_s": 1.0}}
+    record.absorb({**status(1), **figures, "workers": {"tcp://a:1": load, "tcp://a:2": load}})
+    record.absorb({**status(1), **figures, "workers": {"tcp://a:3": load}})
+    found = observe.summed([(record, ClusterRecord("tcp://s"))])
+    assert len(found.loads) == 3
+    assert found.n_threads == 4
+
+
 def test_counters_of_an_earlier_activation_still_count() -> None:
     record = ClusterRecord("tcp://s")
     for name, n in (("one", 1), ("one", 2), ("two", 1), ("one", 1)):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import LaneWork, Trace, TraceProcess
-from dask_gpurt.tracing.files import ENDINGS, read, write
+from dask_gpurt.tracing.files import ENDINGS, check, read, write
 from tests.tracing.shuffle_trace import shuffle_trace
 from tests.tracing.traces import UNITS_NS, traces
 
@@ -282,3 +282,19 @@ def test_a_missing_line_is_noticed(tmp_path):
     path.write_text("".join(lines))
     with pytest.raises(TraceFileError, match="should have"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/nowhere/x.json", "there is no folder /nowhere"),
+        ("{folder}/taken.json", "it is a folder"),
+        ("/proc/x.json", "cannot write /proc/x.json: "),
+        ("{folder}/x.txt", "names no format of traces"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_found_out_first(tmp_path, path, why):
+    (tmp_path / "taken.json").mkdir()
+    with pytest.raises(TraceFileError, match=why):
+        check(path.format(folder=tmp_path))
+    assert os.listdir(tmp_path) == ["taken.json"]

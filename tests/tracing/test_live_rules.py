@@ -144,6 +144,13 @@ def test_a_small_shuffle_may_be_skewed() -> None:
     assert one.evidence.startswith("the fullest worker of shuffle another[2] had 2.4 times")
 
 
+def test_an_attempt_that_did_not_count_is_not_skewed() -> None:
+    """Its figures lack those of the worker that left."""
+    lost = run(skew=2.0, outputs=3, hot=[("7", 50_000)])
+    found = bottlenecks(replace(PLANTED["skew"], shuffles=[lost, run(run=2)], wall_s=21.0))
+    assert [one.rule for one in found] == ["restarts"]
+
+
 def test_slow_peers_are_not_named_beside_their_cause() -> None:
     held = {**run()["seconds"], "held_back": 80.0}
     slow = run(longest_sender=LINK, lasted_s=22.0, cpu_s=64.0, seconds=held)
@@ -194,7 +201,7 @@ def test_a_setting_that_turns_shuffles_off_is_named() -> None:
 def test_at_most_three_are_shown_with_the_most_seconds_first() -> None:
     facts = replace(
         HEALTHY,
-        shuffles=[run(skew=2.4, room_s=40.0, outputs=0, partitions_out=0), run(run=2)],
+        shuffles=[run(outputs=0, partitions_out=0), run(run=2, skew=2.4, room_s=40.0)],
         busy_s=PLANTED["skew"].busy_s,
         spent=spent(room_s=24.0),
         fallbacks=PLANTED["stock-shuffle"].fallbacks,

@@ -122,6 +122,18 @@ def test_tasks_have_the_times_of_their_worker():
     assert [one.kind for one in trace.processes] == [SCHEDULER, "worker"]
 
 
+def test_a_task_that_ran_before_it_was_assigned_moves_no_clock():
+    """It was assigned to its worker a second time, after another worker left."""
+    on_scheduler, on_worker = RecordEncoder(), RecordEncoder()
+    a_task(on_scheduler, 1, "a", A, (0.0, 5.0, 5.0, 6.0, 6.1))
+    on_worker.key(1, key_hash("a"), "a")
+    on_worker.task_run(1, 3.9, 4.0, 6.0)
+    on_worker.work(FETCH, "fetch", 5, 2.0, 2.5, peer=B)
+    worker = RecordedProcess(A, "w", "h", on_worker.block(), 2, exchanges=EXACT)
+    (fetch,) = merged(scheduler(on_scheduler), [worker], 0.0, 10.0).work
+    assert (fetch.start_s, fetch.end_s) == (2.0, 2.5)
+
+
 def test_tasks_outside_of_the_trace_are_in_no_needs():
     on_scheduler = RecordEncoder()
     a_task(on_scheduler, 1, "a", A, (0.0, 0.5, 1.1, 2.1, 3.0))

@@ -47,7 +47,7 @@ def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
     is_active = any(one["active"] for one in snapshot.clusters)
     if not is_active and not snapshot.spent.get("task_s"):
         return _NONE
-    n_threads, n_cores = cluster_size(snapshot.loads)
+    _, n_cores = cluster_size(snapshot.loads)
     return _verdict(
         LiveFacts(
             shuffles=snapshot.shuffles,
@@ -56,7 +56,7 @@ def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
             spent=_complete(snapshot.spent),
             busy_s=_busy_s(snapshot.loads),
             slowness=_slowness(snapshot.loads),
-            n_threads=n_threads,
+            n_threads=snapshot.n_threads,
             n_cores=n_cores,
             wall_s=wall_s,
             method=str(dask.config.get("dataframe.shuffle.method", None) or ""),
