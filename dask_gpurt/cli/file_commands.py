@@ -25,8 +25,9 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     FILE is a trace. No cluster is needed.
     """
     from dask_gpurt.command.traces.show_report import show
+    from dask_gpurt.errors import TraceFileError
 
-    with one_line(OSError):
+    with one_line(TraceFileError):
         sys.exit(show(file, as_json, html))
 
 

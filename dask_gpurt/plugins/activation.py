@@ -45,6 +45,13 @@ def scheduler_of(client: Client) -> Any:
     return client.scheduler
 
 
+def _check_client(client: Any) -> None:
+    """Raise `TypeError` if this is no client, but perhaps its cluster."""
+    if not isinstance(client, distributed.Client):
+        given = type(client).__name__
+        raise TypeError(f"give a distributed.Client, such as Client(cluster), not a {given}")
+
+
 def _sync(client: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Run a coroutine function on the client's event loop.
 
@@ -53,9 +60,7 @@ def _sync(client: Any, function: Callable[..., Any], *args: Any) -> Any:
     TypeError
         This is no client, but perhaps its cluster.
     """
-    if not isinstance(client, distributed.Client):
-        given = type(client).__name__
-        raise TypeError(f"give a distributed.Client, such as Client(cluster), not a {given}")
+    _check_client(client)
     # Raise for a closed client here: its event loop may be closed too.
     if not client.asynchronous:
         scheduler_of(client)
@@ -312,9 +317,15 @@ class ClientBlock:
     ----------
     call
         The call that made it, for messages.
+
+    Raises
+    ------
+    TypeError
+        This is no client, but perhaps its cluster.
     """
 
     def __init__(self, client: Client, call: str) -> None:
+        _check_client(client)
         self._client, self._call = client, call
 
     def __repr__(self) -> str:

@@ -50,6 +50,13 @@ def test_flag_from_the_environment_is_shown(
     assert flag["text"].startswith(f"{state}, by the environment variable DASK_GPURT__ENABLED")
 
 
+def test_a_flag_with_one_underscore_is_a_problem(shell: Shell) -> None:
+    outcome = shell.gpurt("doctor", "--json", env={"DASK_GPURT_ENABLED": "true"})
+    (flag,) = found(outcome, "flag")
+    assert flag["level"] == "problem"
+    assert flag["remedy"] == "set DASK_GPURT__ENABLED instead"
+
+
 def test_array_expressions_are_noted(shell: Shell) -> None:
     assert found(shell.gpurt("doctor", "--json"), "arrays") == []
     outcome = shell.gpurt("doctor", "--json", env={"DASK_ARRAY__QUERY_PLANNING": "True"})

@@ -120,6 +120,13 @@ def test_a_page_that_cannot_be_written_is_one_error(slow, tmp_path):
     assert outcome.exit_code == 2 and "missing" in outcome.stderr
 
 
+def test_a_page_does_not_replace_its_trace(slow):
+    content = slow.read_bytes()
+    outcome = run(slow, "--html", slow)
+    assert outcome.exit_code == 2 and "is the trace itself" in outcome.stderr
+    assert slow.read_bytes() == content
+
+
 def test_an_empty_trace_is_reported(tmp_path):
     path = tmp_path / "empty.json.gz"
     files.write(Trace([]), path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -119,6 +120,12 @@ def flag() -> Finding:
         files = [path for path in _files_with("gpurt.enabled") if not _is_ours(path)]
         where = str(files[-1]) if files else ""
     if not where:
+        # Dask reads such names as settings of other packages.
+        wrong = [one for one in os.environ if re.match("DASK_GPURT_[^_]", one)]
+        if wrong:
+            right = wrong[0].replace("DASK_GPURT_", "DASK_GPURT__")
+            text = f"{wrong[0]} has no effect: it needs two underscores after GPURT"
+            return Finding("problem", "flag", text, f"set {right} instead")
         text = "not set: Dask runs as it does without dask_gpurt"
         remedy = "set DASK_GPURT__ENABLED=true, or start the program with `dask gpurt run`"
         return Finding("note", "flag", text, remedy)

@@ -7,6 +7,7 @@ from pathlib import Path
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width
 from dask_gpurt.command.traces.report_text import as_text
+from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing import files
 from dask_gpurt.tracing.report.trace_report import report_of
 from dask_gpurt.tracing.report.web.report_page import report_page
@@ -22,12 +23,12 @@ def show(path: Path, as_json: bool, html: Path | None) -> int:
 
     Raises
     ------
-    OSError
+    TraceFileError
         There is no such file, it is damaged, or the page cannot be written.
     """
     report = report_of(files.read(path))
     if html is not None:
-        html.write_text(report_page(report, path.name), encoding="utf-8")
+        _write_page(html, report_page(report, path.name), path)
     if as_json:
         print(to_json(report.to_dict()))
     elif html is None:
@@ -35,3 +36,14 @@ def show(path: Path, as_json: bool, html: Path | None) -> int:
     else:
         print(f"wrote {html}: {report.headline}")
     return 0
+
+
+def _write_page(html: Path, page: str, trace: Path) -> None:
+    try:
+        if html.exists() and html.samefile(trace):
+            raise TraceFileError(f"{html} is the trace itself; name another file for the page")
+        html.write_text(page, encoding="utf-8")
+    except TraceFileError:
+        raise
+    except OSError as error:
+        raise TraceFileError(f"cannot write {html}: {error.strerror or error}") from error
