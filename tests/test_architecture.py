@@ -367,6 +367,20 @@ def test_names_of_tests_are_short():
     assert [name for name in names if len(name) > 60] == []
 
 
+def test_no_test_is_hidden_in_a_function():
+    """pytest finds tests in modules and classes alone."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    hidden = [
+        f"{path.name}: {inner.name}"
+        for path in TESTS.rglob("test_*.py")
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        if inner is not outer and isinstance(inner, functions) and inner.name.startswith("test_")
+    ]
+    assert hidden == []
+
+
 def test_folders_have_at_most_fifteen_modules():
     in_folder = Counter(path.parent for path in MODULES if path.name != "__init__.py")
     assert {str(folder): n for folder, n in in_folder.items() if n > 15} == {}

@@ -358,23 +358,24 @@ if __name__ == "__main__":
     worker, scheduler = (f"['dask_gpurt.plugins.{role}']" for role in ("worker", "scheduler"))
     assert done.stdout == f"3000 {worker} {worker}\n{scheduler}\n", done.stderr
 
-    @pytest.mark.parametrize(
-        "call",
-        [
-            dask_gpurt.enable,
-            dask_gpurt.disable,
-            dask_gpurt.status,
-            dask_gpurt.progress,
-            lambda cluster: dask_gpurt.trace(cluster, "x.json"),
-        ],
-        ids=["enable", "disable", "status", "progress", "trace"],
-    )
-    def test_a_cluster_in_place_of_its_client_is_named(self, call):
-        with (
-            LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
-            pytest.raises(TypeError, match=r"such as Client\(cluster\), not a LocalCluster"),
-        ):
-            call(cluster)
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        dask_gpurt.enable,
+        dask_gpurt.disable,
+        dask_gpurt.status,
+        dask_gpurt.progress,
+        lambda cluster: dask_gpurt.trace(cluster, "x.json"),
+    ],
+    ids=["enable", "disable", "status", "progress", "trace"],
+)
+def test_a_cluster_in_place_of_its_client_is_named(call):
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        pytest.raises(TypeError, match=r"such as Client\(cluster\), not a LocalCluster"),
+    ):
+        call(cluster)
 
 
 class TestCostWhenOff:
