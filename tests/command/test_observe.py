@@ -178,6 +178,12 @@ def test_report_names_everything_once(tmp_path: Path) -> None:
     assert "nothing ran" in run_report.as_text(run_report.as_dict(snapshot(clusters=[]), 0, 0, []))
 
 
+@pytest.mark.parametrize(("n_stock", "shown"), [(0, "  0 B\n"), (1, "  0 B by dask_gpurt\n")])
+def test_bytes_of_stock_shuffles_are_not_said_to_be_none(n_stock: int, shown: str) -> None:
+    found = run_report.as_dict(snapshot(runs={"gpurt": 0, "stock": n_stock}), 1.0, 0, [])
+    assert run_report.as_text(found).count(shown) == 3
+
+
 @pytest.mark.parametrize("why", ["pip install x", "no adapter", "no word from worker"])
 def test_advice_depends_on_the_reason(why: str) -> None:
     assert run_report.advice(why) != run_report.advice("something else")
