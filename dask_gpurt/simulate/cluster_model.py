@@ -167,8 +167,8 @@ class ClusterModel:
     Raises
     ------
     SimulationError
-        There is no worker, two share an address or name, a speed is not positive, or an incident
-        names a worker that does not exist.
+        There is no worker, or two share an address or name. A worker has no thread, a speed is not
+        positive, or an incident names a worker that does not exist.
     """
 
     name: str
@@ -191,6 +191,9 @@ class ClusterModel:
         for incident in self.incidents:
             if incident.address not in addresses:
                 raise SimulationError(f"{self.name} has no worker {incident.address}: {incident}")
+        for worker in self.workers:
+            if not isinstance(worker.nthreads, int) or worker.nthreads < 1:
+                raise SimulationError(f"nthreads must be 1 or a larger integer: {worker}")
         for one in (*self.workers, *self.incidents):
             if not getattr(one, "speed", 1.0) > 0:
                 raise SimulationError(f"a speed must be above 0: {one}")

@@ -116,6 +116,8 @@ def called(*names):
         (lambda: flat(2).with_incidents(Dies(address(2), 1.0)), "has no worker tcp://10.0.0.2"),
         (lambda: flat(2).with_incidents(ChangesSpeed(address(0), 1.0, 0.0)), "above 0"),
         (lambda: flat(2, speeds=[-1.0]), "above 0"),
+        (lambda: flat(2, nthreads=0), "nthreads must be 1"),
+        (lambda: flat(2, nthreads=1.5), "nthreads must be 1"),
         (lambda: flat(0), "has no workers"),
         (lambda: replace(flat(1), workers=flat(1).workers * 2), "two workers at tcp://10.0.0.0"),
         (lambda: called("w", "w"), "two workers with the name w"),

@@ -206,6 +206,13 @@ def test_simulation_ends_without_workers():
         simulate(chain(2), machine)
 
 
+@pytest.mark.parametrize("held", [{"no task": address(0)}, {"chain-0": address(7)}])
+def test_held_results_name_a_task_and_a_worker(held):
+    model = workload(task("chain-0"), task("chain-1", 0))
+    with pytest.raises(SimulationError, match="there is no such task or worker"):
+        simulate(model, flat(1), held=held)
+
+
 def test_root_tasks_queue_by_worker_saturation():
     class Watch(SchedulerPlugin):
         most = 0

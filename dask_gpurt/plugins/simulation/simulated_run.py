@@ -69,8 +69,15 @@ def simulate(
     Raises
     ------
     SimulationError
-        The computation fails, or cannot end.
+        The computation fails, or cannot end. `held` names a worker or a task that does not exist.
     """
+    keys = {str(task.key) for task in workload.tasks}
+    addresses = {worker.address for worker in machine.workers}
+    for key, address in (held or {}).items():
+        if str(key) not in keys or address not in addresses:
+            raise SimulationError(
+                f"held names {key!r} at {address}: there is no such task or worker"
+            )
     loop = VirtualLoop(VirtualClock())  # type: ignore[abstract]
     with virtual_time():
         io_loop = VirtualIOLoop(asyncio_loop=loop)
