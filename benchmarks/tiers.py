@@ -97,9 +97,12 @@ def dot(client: Client, scale: float, clock: Clock) -> list[float]:
     return [answer(client, product.sum(), clock), answer(client, product[-1, 0], clock)]
 
 
-def shuffle(client: Client, scale: float, clock: Clock) -> list[float]:
-    (made,) = frame(numbers_part, max(4, round(96 * scale)), 1_000_000)
-    return [int(n) for n in answer(client, made.shuffle("key").map_partitions(len), clock)]
+def shuffle(n_parts: int, n_rows: int) -> Callable[[Client, float, Clock], list[float]]:
+    def run(client: Client, scale: float, clock: Clock) -> list[float]:
+        (made,) = frame(numbers_part, max(4, round(n_parts * scale)), n_rows)
+        return [int(n) for n in answer(client, made.shuffle("key").map_partitions(len), clock)]
+
+    return run
 
 
 def merged_part(seed: int, rows: int) -> pd.DataFrame:
@@ -140,7 +143,8 @@ def fits(client: Client, x: Any, clock: Clock) -> list[float]:
 CASES = [
     Case("4 passes over 2.4 GB held", scan(4), scanned),
     Case("dot(a, a.T) of 10,000 x 10,000", dot),
-    Case("shuffle of 3 GB made on the way", shuffle),
+    Case("shuffle of 3 GB made on the way", shuffle(96, 1_000_000)),
+    Case("the same in 600 partitions", shuffle(600, 160_000)),
     Case("merge of 3 GB made on the way", merge),
     Case("anomaly of 8 GB held", anomaly, climate),
     Case("fits in memory", fits, small),
