@@ -482,7 +482,7 @@ class GpurtScheduler(SchedulerPlugin):
             **(NO_COLLECTIVES if self.collectives is None else self.collectives.report()),
             "topology": self.machines.summary(),
             "totals": self.tally.totals(),
-            "spent": spent_since(self.scheduler, answers.reports().values()),
+            "spent": spent_since(self.scheduler, answers.reports()),
             "departed": self.tally.departed(),
             "shuffles": self.tally.shuffles(),
             "ready": sorted(self.ready),

@@ -421,7 +421,7 @@ class Attachment:
         """Handler: return the state of the runtime here, with `most` entries of each kind."""
         report = self.state.report(request_checks.count("most", most))
         memory = await self._memory.report() if self._memory is not None else None
-        load = worker_load(self._worker)
+        load = worker_load(self._worker) | {"heartbeat": self._counter_sender.n_heartbeats}
         return {**report, **load, "memory": memory, "unmanaged": self._unmanaged_reason}
 
     async def gpurt_explain(self, key: Any) -> dict[str, Any] | None:

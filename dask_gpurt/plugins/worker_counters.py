@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.time_spent import cluster_spent, without_untold
@@ -61,11 +61,19 @@ def take(tally: Tally, worker: str, said: Any) -> None:
         logger.debug("worker %s: %s", worker, error)
 
 
-def spent_since(scheduler: Scheduler, reports: Iterable[Any]) -> dict[str, float]:
-    """Return what all workers spent since the activation (`SPENT`)."""
-    before = scheduler.extensions[EXTENSION].spent_before
-    now = cluster_spent(scheduler, reports)
-    return {name: value - before[name] for name, value in now.items()}
+def spent_since(scheduler: Scheduler, reports: Mapping[str, Any]) -> dict[str, float]:
+    """Return what all workers spent since the activation (`SPENT`), given reports by address."""
+    receiver: CounterReceiver = scheduler.extensions[EXTENSION]
+    untold = []
+    for address, report in reports.items():
+        known = scheduler.workers.get(address)
+        # While this waited for other reports, a heartbeat may have told the same.
+        if known is not None and not receiver.tally.has_heard(
+            known.server_id, report.get("heartbeat", 0)
+        ):
+            untold.append(report)
+    now = cluster_spent(scheduler, untold)
+    return {name: value - receiver.spent_before[name] for name, value in now.items()}
 
 
 def counted_reports(
@@ -98,11 +106,14 @@ class CounterSender:
     def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
         self._worker, self._state = worker, state
         self._last: dict[str, Any] = {}
+        #: Number of heartbeats so far.
+        self.n_heartbeats = 0
         worker.extensions[EXTENSION] = self
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the data for the next heartbeat. distributed calls this."""
-        return self._state.heartbeat_data()
+        self.n_heartbeats += 1
+        return {**self._state.heartbeat_data(), "heartbeat": self.n_heartbeats}
 
     def leave(self) -> None:
         """Stop adding data to heartbeats.

@@ -55,6 +55,7 @@ class Tally:
     def __init__(self) -> None:
         #: By worker id, which is unique. Another worker may reuse an address.
         self._counters: dict[str, dict[str, int]] = {}
+        self._heartbeats: dict[str, int] = {}
         self._address_of: dict[str, str] = {}
         self._departed: OrderedDict[str, None] = OrderedDict()
         self._n_folded = 0
@@ -77,6 +78,7 @@ class Tally:
         while len(self._departed) > MAX_DEPARTED:
             oldest, _ = self._departed.popitem(last=False)
             del self._address_of[oldest]
+            self._heartbeats.pop(oldest, None)
             self._folded = metrics.total([self._folded, self._counters.pop(oldest)])
             self._n_folded += 1
 
@@ -93,10 +95,16 @@ class Tally:
         if not isinstance(said, Mapping):
             raise ValueError("malformed message of counters")
         counters = _checked_counts(said.get("counters"), metrics.MEANING)
+        heartbeat = _checked_number(said.get("heartbeat", 0), int)
         self.take_runs(worker, said.get("runs"), said.get("open_runs", ()))
         # Counters only grow, and messages may overtake each other.
+        self._heartbeats[worker] = max(heartbeat, self._heartbeats.get(worker, 0))
         last = self._counters[worker]
         self._counters[worker] = {n: max(count, last.get(n, 0)) for n, count in counters.items()}
+
+    def has_heard(self, worker: str, heartbeat: int) -> bool:
+        """Return whether a later heartbeat of a worker came, by the number of an earlier one."""
+        return self._heartbeats.get(worker, 0) > heartbeat
 
     def take_runs(self, worker: str, ended: Any, still_open: Any) -> None:
         """Record a worker's snapshots of runs that ended there, and of runs that did not.

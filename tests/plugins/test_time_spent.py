@@ -7,10 +7,12 @@ from typing import Any
 import dask.array as da
 import pytest
 from distributed import Client
+from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt.metrics import SPENT
 from dask_gpurt.plugins.time_spent import cluster_spent, spent, stock_figures
+from dask_gpurt.plugins.worker_counters import spent_since
 
 
 def test_metrics_of_workers_and_schedulers_add_up() -> None:
@@ -94,3 +96,15 @@ def test_nothing_that_a_worker_did_is_missing(client: Client) -> None:
     loads = [report["load"] for report in now["workers"].values()]
     assert sum(load["task_s"] for load in loads) == pytest.approx(tasks_s())
     assert {load["threads"] for load in loads} == {1}
+
+
+@gen_cluster(client=True, nthreads=[("", 1)], config={"gpurt.enabled": True})
+async def test_a_heartbeat_after_a_report_counts_once(c: Any, s: Any, a: Any) -> None:
+    """The scheduler may wait for other workers' reports meanwhile."""
+    a.periodic_callbacks["heartbeat"].stop()
+    await c.compute(da.random.default_rng(0).random(10**6, chunks=10**5).sum())
+    reports = {a.address: await s.rpc(a.address).gpurt_report(most=10)}
+    worked_s = spent_since(s, reports)["task_s"]
+    assert worked_s > 0
+    await a.heartbeat()
+    assert spent_since(s, reports)["task_s"] == pytest.approx(worked_s)
