@@ -28,8 +28,6 @@ Buffer = npt.NDArray[np.uint8]
 
 #: Checksums and I/O work in pieces that stay in the CPU cache between the two.
 _PIECE_NBYTES = 16 * STEP_NBYTES
-
-
 #: A file grows up to this size. Each one takes a descriptor.
 FILE_NBYTES = 1 << 28
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 
@@ -46,7 +47,7 @@ class LiveFacts:
     wall_s: float | None = None
     method: str = ""
 
-    @property
+    @cached_property
     def lost(self) -> list[Mapping[str, Any]]:
         """Attempts at shuffles that did not count, as a worker left."""
         last: dict[str, int] = {}
@@ -59,7 +60,7 @@ class LiveFacts:
             if one["run"] < last[one["id"]] and one["outputs"] < max(one["partitions_out"], 1)
         ]
 
-    @property
+    @cached_property
     def counting(self) -> list[Mapping[str, Any]]:
         """All other attempts. The figures of lost ones lack those of workers that left."""
         lost = self.lost

@@ -26,9 +26,14 @@ def show(path: Path, as_json: bool, html: Path | None) -> int:
     TraceFileError
         There is no such file, it is damaged, or the page cannot be written.
     """
+    if html is not None and html.exists() and path.exists() and html.samefile(path):
+        raise TraceFileError(f"{html} is the trace itself; name another file for the page")
     report = report_of(files.read(path))
     if html is not None:
-        _write_page(html, report_page(report, path.name), path)
+        try:
+            html.write_text(report_page(report, path.name), encoding="utf-8")
+        except OSError as error:
+            raise TraceFileError(f"cannot write {html}: {error.strerror or error}") from error
     if as_json:
         print(to_json(report.to_dict()))
     elif html is None:
@@ -36,14 +41,3 @@ def show(path: Path, as_json: bool, html: Path | None) -> int:
     else:
         print(f"wrote {html}: {report.headline}")
     return 0
-
-
-def _write_page(html: Path, page: str, trace: Path) -> None:
-    try:
-        if html.exists() and html.samefile(trace):
-            raise TraceFileError(f"{html} is the trace itself; name another file for the page")
-        html.write_text(page, encoding="utf-8")
-    except TraceFileError:
-        raise
-    except OSError as error:
-        raise TraceFileError(f"cannot write {html}: {error.strerror or error}") from error
