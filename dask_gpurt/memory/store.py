@@ -278,8 +278,9 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
 
     def is_spilled(self, key: Hashable) -> bool:
         """Return whether a value is here, but not in memory."""
-        with self._lock:
-            return key in self.residency.values and key not in self._objects
+        # Without the lock: the event loop asks once for each input of a queued task.
+        value = self.residency.values.get(key)
+        return value is not None and not value.in_memory
 
     @property
     def managed_nbytes(self) -> int:

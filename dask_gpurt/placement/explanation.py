@@ -61,8 +61,8 @@ class Record(NamedTuple):
         """
         if self.worker == self.stock:
             return 0.0
-        mine, stocks = self.costs.get(self.worker), self.costs.get(self.stock or "")
-        return None if mine is None or stocks is None else stocks.total_s - mine.total_s
+        mine, of_stock = self.costs.get(self.worker), self.costs.get(self.stock or "")
+        return None if mine is None or of_stock is None else of_stock.total_s - mine.total_s
 
 
 def explained(record: Record) -> dict[str, Any]:

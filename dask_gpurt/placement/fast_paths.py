@@ -17,10 +17,10 @@ from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MIN_JOINED_SHARE,
     Decision,
+    choose_as_stock,
     fetching_nbytes,
     least_cost,
-    stocks_choice,
-    unless_uncertain,
+    stock_if_uncertain,
 )
 from dask_gpurt.topology.model import Path
 from dask_gpurt.topology.places import Places, path_between
@@ -189,7 +189,7 @@ def cheapest(
     """
     found = costs_of_held(task, workers, places)
     worker = least_cost(workers, found)
-    stock = stock or stocks_choice(workers, set(task.holders), held, sum(task.sizes), bandwidth)
+    stock = stock or choose_as_stock(workers, set(task.holders), held, sum(task.sizes), bandwidth)
     if uncertainty > 1 and worker != stock:
-        worker = unless_uncertain(worker, stock, task.as_task(), workers, places, uncertainty)
+        worker = stock_if_uncertain(worker, stock, task.as_task(), workers, places, uncertainty)
     return Decision(worker, found, stock)

@@ -138,7 +138,7 @@ def fetching_nbytes(
     return {one: nbytes[one] for one in first}
 
 
-def stocks_choice(
+def choose_as_stock(
     workers: Iterable[WorkerSnapshot],
     holders: Collection[str],
     held: Mapping[str, int],
@@ -159,7 +159,7 @@ def stocks_choice(
     return stock and stock[2]
 
 
-def unless_uncertain(
+def stock_if_uncertain(
     worker: str | None,
     stock: str | None,
     task: Task,
@@ -229,11 +229,11 @@ class DataAware:
 
         found_costs = costs(task, allowed, places)
         worker = least_cost(allowed, found_costs)
-        stock = snapshot.stock or stocks_choice(
+        stock = snapshot.stock or choose_as_stock(
             workers, holders, held, needed_nbytes, snapshot.bandwidth_nbytes_per_s
         )
         if uncertainty > 1 and worker != stock:
-            worker = unless_uncertain(worker, stock, task, allowed, places, uncertainty)
+            worker = stock_if_uncertain(worker, stock, task, allowed, places, uncertainty)
         return Decision(worker, found_costs, stock)
 
     def _candidates(

@@ -62,12 +62,12 @@ _USUAL_SQUARES, _LEAST_VARIANCE = _USUAL_COUNT * _USUAL_SCATTER**2, LEAST_SCATTE
 _LOG_LEAST, _LOG_PAUSE = log(LEAST_SLOWNESS), log(PAUSE_S)
 
 
-class _Logs:
+class _DurationSums:
     """Count, sum, and sum of squares of logarithms of durations."""
 
     __slots__ = ("count", "part_of", "squares", "total")
 
-    def __init__(self, part_of: _Logs | None = None) -> None:
+    def __init__(self, part_of: _DurationSums | None = None) -> None:
         self.part_of = part_of
         self.count = 0
         self.total = 0.0
@@ -83,7 +83,7 @@ class _Record:
         self.slowness = 1.0
         #: Weighted mean of the observations, its variance, and the sum of weights.
         self.mean = self.variance = self.weight = 0.0
-        self.own: OrderedDict[str, _Logs] = OrderedDict()
+        self.own: OrderedDict[str, _DurationSums] = OrderedDict()
         #: Time of the last sign of life while it has work, and the time the next one is due.
         self.working_since_s: float | None = None
         self.due_s = 0.0
@@ -107,7 +107,7 @@ class Speeds:
     """The slowness of each worker of a cluster."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, _Logs] = OrderedDict()
+        self._groups: OrderedDict[str, _DurationSums] = OrderedDict()
         self._records: dict[str, _Record] = {}
 
     def add(self, worker: str) -> None:
@@ -142,7 +142,7 @@ class Speeds:
         own = record.own.get(group) or _new_entry(record.own, group, MAX_OWN_GROUPS)
         if own.part_of is not of_all:
             # The group was dropped meanwhile, and with it the totals that contained these.
-            own = record.own[group] = _Logs(of_all)
+            own = record.own[group] = _DurationSums(of_all)
         n_others = of_all.count - own.count
         if n_others >= _ENOUGH:
             mean, variance = _mean_and_variance(
@@ -219,9 +219,9 @@ def _if_significant(slowness: float) -> float:
     return min(slowness, MAX_SLOWNESS) if slowness >= LEAST_SLOWNESS else 1.0
 
 
-def _new_entry(logs: OrderedDict[str, _Logs], group: str, most: int) -> _Logs:
+def _new_entry(logs: OrderedDict[str, _DurationSums], group: str, most: int) -> _DurationSums:
     """Add an entry for a group and return it; drop the oldest entry if there are too many."""
-    found = logs[group] = _Logs()
+    found = logs[group] = _DurationSums()
     if len(logs) > most:
         logs.popitem(last=False)
     return found

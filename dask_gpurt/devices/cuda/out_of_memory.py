@@ -19,6 +19,9 @@ from typing import Any
 from dask_gpurt.devices.cuda.driver import free_kept_memory
 from dask_gpurt.devices.device import OnFull
 
+#: The number by which CuPy and RMM know the device of this process.
+_DEVICE = 0
+
 
 class CallWhenFull:
     """Out-of-memory hooks in CuPy and RMM, installed until `uninstall`.
@@ -27,8 +30,6 @@ class CallWhenFull:
     ----------
     on_full
         Callback as of `Device.on_full`. The hooks call it until there is room or it returns False.
-    number
-        Device number in CuPy and RMM.
 
     Attributes
     ----------
@@ -38,9 +39,8 @@ class CallWhenFull:
         The other libraries, with the reason.
     """
 
-    def __init__(self, on_full: OnFull, number: int = 0) -> None:
+    def __init__(self, on_full: OnFull) -> None:
         self._on_full: OnFull | None = on_full
-        self._number = number
         self._asking = threading.local()
         self._removals: dict[str, Callable[[], None]] = {}
         self.left: dict[str, str] = {}
@@ -95,7 +95,7 @@ class CallWhenFull:
                 try:
                     return before(nbytes)
                 except MemoryError:
-                    if cupy.cuda.get_device_id() != self._number or not self._ask(nbytes):
+                    if cupy.cuda.get_device_id() != _DEVICE or not self._ask(nbytes):
                         raise
 
         def take_back() -> None:
@@ -110,14 +110,14 @@ class CallWhenFull:
             return "cuDF spills by itself"
         import rmm.mr
 
-        before = rmm.mr.get_per_device_resource(self._number)
+        before = rmm.mr.get_per_device_resource(_DEVICE)
         adaptor = rmm.mr.FailureCallbackResourceAdaptor(before, self._ask)
 
         def take_back() -> None:
-            if rmm.mr.get_per_device_resource(self._number) is adaptor:
-                rmm.mr.set_per_device_resource(self._number, before)
+            if rmm.mr.get_per_device_resource(_DEVICE) is adaptor:
+                rmm.mr.set_per_device_resource(_DEVICE, before)
 
-        rmm.mr.set_per_device_resource(self._number, adaptor)
+        rmm.mr.set_per_device_resource(_DEVICE, adaptor)
         return take_back
 
 

@@ -42,7 +42,7 @@ class EvictionOrder(Generic[T]):
         self._late: list[T] = []
         self._changes = 0
         self._turn = 0
-        self._is_new = True
+        self._is_unranked = True
 
     def add(self, value: T) -> None:
         self._members[value] = None
@@ -69,12 +69,12 @@ class EvictionOrder(Generic[T]):
         self._batches = _samples([*self._members], self._turn)
         self._batches.reverse()
         self._changes = 0
-        self._is_new = False
+        self._is_unranked = False
         self.ranked, self._late = [], []
         self.rank_more()
 
     def _is_outdated(self) -> bool:
-        return self._is_new or self._changes * 16 > min(len(self._members), RANKED_AT_ONCE)
+        return self._is_unranked or self._changes * 16 > min(len(self._members), RANKED_AT_ONCE)
 
     def rank_more(self) -> bool:
         """Rank the next batch if `ranked` is used up; return False if no value is left."""

@@ -26,16 +26,16 @@ Task = TypeVar("Task", bound=Hashable)
 Use = tuple[float, ...]
 
 #: Tasks that can run, or that wait only for such tasks, come before all others.
-_REACHABLE = 0
+_ASSIGNED = 0
 _UNASSIGNED = 1
 #: Most tasks whose inputs one outlook follows: 25 ms on the scheduler's event loop. Beyond that,
 #: only inputs that were already followed count. Depth first finds roots early, so little is lost.
 _MAX_TASKS = 5_000
 
 
-def reachable(priority: tuple[float, ...]) -> Use:
+def assigned_use(priority: tuple[float, ...]) -> Use:
     """Return the use by a task that is already assigned to a worker."""
-    return (_REACHABLE, *priority)
+    return (_ASSIGNED, *priority)
 
 
 class Outlook(Generic[Task]):
@@ -76,7 +76,7 @@ class Outlook(Generic[Task]):
         """Return when this task uses its inputs."""
         if self._turn_at_peer(task) is not None:
             # A peer fetches the inputs when the task is assigned to it, not when it runs the task.
-            return reachable(self._priority(task))
+            return assigned_use(self._priority(task))
         not_before = self._after_inputs(task)
         own = self._priority(task)
         # Tasks that wait for the same input follow it in the order of their priorities.
@@ -110,12 +110,12 @@ class Outlook(Generic[Task]):
         """Return when a task would run if all its inputs were there."""
         if self._is_unassigned(task):
             return (_UNASSIGNED, *self._priority(task))
-        own = reachable(self._priority(task))
+        own = assigned_use(self._priority(task))
         n_before = self._turn_at_peer(task)
         if n_before is None or not self._queue:
             return own
         # By then this worker has run as many tasks as the peer, or all of its own.
-        return max(own, reachable(self._queue[min(n_before, len(self._queue) - 1)]))
+        return max(own, assigned_use(self._queue[min(n_before, len(self._queue) - 1)]))
 
 
 class Pace:

@@ -26,7 +26,7 @@ from dask_gpurt.devices.ledger import COMPUTE, Ledger, LedgerEntry
 from dask_gpurt.memory.decisions.admission import Claim
 from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
-from dask_gpurt.memory.decisions.foresight import reachable
+from dask_gpurt.memory.decisions.foresight import assigned_use
 from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 from dask_gpurt.memory.decisions.levels import Value
 from dask_gpurt.memory.decisions.residency import Residency
@@ -147,7 +147,7 @@ class ManagedMemory:
         )
         self._device = self._levels.device
         self.store = self._new_store(settings)
-        self._task_order = TaskOrder(worker, self._is_spilled)
+        self._task_order = TaskOrder(worker, self.store.is_spilled)
         self.store.adopt(*worker_memory.take_over(self._stock), level=self._levels.inherited_level)
         self._data_server = DataServer(worker, self.store, self._reads, self._digest)
         self._swap = worker_memory.StoreSwap(
@@ -287,16 +287,12 @@ class ManagedMemory:
 
     def _next_use(self, key: Hashable) -> Any:
         users = worker_memory.local_users(self._worker, key, self._task_order.dequeued)
-        first = self._task_order.use(users, in_memory=not self._is_spilled(key))
-        here = reachable(first) if first is not None else None
+        first = self._task_order.use(users, in_memory=not self.store.is_spilled(key))
+        here = assigned_use(first) if first is not None else None
         hint = self._hints.get(key)
         if here is None or hint is None:
             return hint if here is None else here
         return min(here, hint)
-
-    def _is_spilled(self, key: Hashable) -> bool:
-        value = self.store.residency.values.get(key)
-        return value is not None and not value.in_memory
 
     def _upcoming(self) -> Iterable[Hashable]:
         # Reading the queue takes a pass over it, so the result is reused for some tasks.

@@ -50,7 +50,7 @@ PIECE_NBYTES = 1 << 20
 #: Smaller reads do not yield.
 SMALL_NBYTES = 256 << 10
 #: Tasks handled between two turns of the loop, at about 0.2 ms each.
-N_IN_TURN = 16
+TASKS_PER_TURN = 16
 
 
 async def read_in_pieces(stream: Any, n: int) -> memoryview:
@@ -118,7 +118,7 @@ class ShortTurns:
             self._comm.read = self._read
 
     async def _read(self, *args: Any, **kwargs: Any) -> Any:
-        left, n = self._left, N_IN_TURN
+        left, n = self._left, TASKS_PER_TURN
         if not left:
             found = await self._stock_read(*args, **kwargs)
             if self._has_ended or not isinstance(found, (list, tuple)):

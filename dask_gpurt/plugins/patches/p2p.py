@@ -164,7 +164,7 @@ class SpecSwap:
 
         async def get(id: ShuffleId, worker: str) -> Any:
             await self._start_over_without(worker, id)
-            return self._softened(stock_get(id=id, worker=worker), worker, id, Reschedule())
+            return self._error_as_retry(stock_get(id=id, worker=worker), worker, id, Reschedule())
 
         async def get_or_create(shuffle_id: ShuffleId, worker: str, **kwargs: Any) -> Any:
             await ready()
@@ -176,7 +176,7 @@ class SpecSwap:
             if is_new and shuffle_id in plugin.active_shuffles:
                 self._place_outputs(shuffle_id)
             closed = ShuffleClosedError(f"{shuffle_id} is over, or has yet to begin")
-            return self._softened(answer, worker, shuffle_id, closed)
+            return self._error_as_retry(answer, worker, shuffle_id, closed)
 
         def restrict_task(key: Any, worker: str, **kwargs: Any) -> Any:
             # Output tasks are restricted before they run, and stock restricts no task twice. If the
@@ -214,10 +214,12 @@ class SpecSwap:
         run = self._plugin.active_shuffles.get(shuffle_id)
         if run is None or worker not in self._scheduler.workers or self._takes_part(worker):
             return None
-        is_stock_s = run.run_spec.spec is stock_spec(self._scheduler, shuffle_id)
-        return None if is_stock_s else run
+        has_stock_spec = run.run_spec.spec is stock_spec(self._scheduler, shuffle_id)
+        return None if has_stock_spec else run
 
-    def _softened(self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception) -> Any:
+    def _error_as_retry(
+        self, answer: Any, worker: str, shuffle_id: ShuffleId, error: Exception
+    ) -> Any:
         """Return stock's answer, but turn an error into "run again" while the shuffle restarts.
 
         A task that asked for a given-up run may return to the same worker before the answer

@@ -12,7 +12,7 @@ from dask_gpurt.placement.cost import HeldTask
 from dask_gpurt.placement.fast_paths import candidate_nbytes, cheapest
 from dask_gpurt.placement.policy import MAX_CANDIDATES, DataAware, Snapshot
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
-from dask_gpurt.plugins.placement.question import Choice, Question, address_of, stocks
+from dask_gpurt.plugins.placement.question import Choice, Question, address_of, choice_of_stock
 from dask_gpurt.plugins.placement.scheduler_view import NEW_S, PlacementView
 
 if TYPE_CHECKING:
@@ -113,6 +113,6 @@ class LeastCost:
             )
         )
         if decision.worker is None:
-            return stocks(question.stock())
+            return choice_of_stock(question.stock())
         view.in_flight.expect(decision.worker, task)
         return Choice(state.workers[decision.worker], decision.stock, decision.costs)

@@ -23,7 +23,7 @@ from dask_gpurt.plugins.placement.decision_log import MAX_RECORDS, PlacementLog
 from dask_gpurt.plugins.placement.early_stealing import EarlyStealing
 from dask_gpurt.plugins.placement.join_partners import MAX_PLACES
 from dask_gpurt.plugins.placement.live_contractions import Contractions
-from dask_gpurt.plugins.placement.question import Choice, Question, stocks
+from dask_gpurt.plugins.placement.question import Choice, Question, choice_of_stock
 from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
 from dask_gpurt.plugins.placement.rules import rules
 from dask_gpurt.plugins.placement.scheduler_view import (
@@ -178,9 +178,9 @@ class Placement:
     ) -> WorkerState | None:
         """Return a worker for a task with inputs; None if no worker may run it."""
         if self._failed_moves.has_stuck_input(ts):
-            return self._keep(ts, stocks(self._where_inputs_go(ts, stock(ts))), "stuck")
+            return self._keep(ts, choice_of_stock(self._where_inputs_go(ts, stock(ts))), "stuck")
         if self._is_stock or ts.actor:
-            return self._keep(ts, stocks(stock(ts)), "stock")
+            return self._keep(ts, choice_of_stock(stock(ts)), "stock")
         valid = self._scheduler.valid_workers(ts)
         question = Question(ts, valid, stock, self._view, self._contractions)
         for rule in self._rules:

@@ -43,7 +43,7 @@ class Choice(NamedTuple):
     reason: str | None = None
 
 
-def stocks(ws: WorkerState | None) -> Choice:
+def choice_of_stock(ws: WorkerState | None) -> Choice:
     """Return the choice of stock Dask's worker, with stock Dask as the reason."""
     return Choice(ws, address_of(ws), reason="stock")
 

@@ -22,7 +22,7 @@ from dask_gpurt.plugins.patches.graphs.reduction_layers import slice_number
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import times_joined
 from dask_gpurt.plugins.placement.least_cost import LeastCost
-from dask_gpurt.plugins.placement.question import Choice, Question, Rule, stocks
+from dask_gpurt.plugins.placement.question import Choice, Question, Rule, choice_of_stock
 from dask_gpurt.plugins.placement.roots.root_tasks import RootTasks
 from dask_gpurt.plugins.placement.roots.tree_leaves import combines_held
 from dask_gpurt.plugins.placement.scheduler_view import (
@@ -52,10 +52,10 @@ class RootTask:
             return None
         stock = question.stock()
         if stock is None or question.restricted_to is not None:
-            return stocks(stock)
+            return choice_of_stock(stock)
         chosen = self._roots.choose(ts, stock, may_wait=False)
         if chosen is None or chosen is stock:
-            return stocks(stock)
+            return choice_of_stock(stock)
         return Choice(chosen, stock.address)
 
 
@@ -96,7 +96,7 @@ class RestrictedTask:
         ws = question.stock()
         if ws is not None and len(ts.dependencies) <= MAX_HOLDERS:
             view.in_flight.expect(ws.address, view.task(ts, question.sizes, (), (ws.address,)))
-        return stocks(ws)
+        return choice_of_stock(ws)
 
 
 class NewKind:

@@ -181,13 +181,13 @@ class ExchangeRun:
         self.raise_if_closed()
         if self.transferred:
             raise RuntimeError(f"Cannot add more partitions to {self}")
-        for inputs in self._complete(data, partition_id):
+        for inputs in self._ready_groups(data, partition_id):
             with self._metrics.foreground():
                 self._add(inputs)
         self.raise_if_closed()
         return self.run_id
 
-    def _complete(self, data: Any, partition_id: Any) -> Sequence[Inputs]:
+    def _ready_groups(self, data: Any, partition_id: Any) -> Sequence[Inputs]:
         """Return groups of input partitions to cut now; empty if the task has more to hand over."""
         return [[(partition_id, data)]]
 

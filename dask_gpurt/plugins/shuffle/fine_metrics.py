@@ -36,7 +36,7 @@ class FineMetrics:
     @contextlib.contextmanager
     def foreground(self) -> Iterator[None]:
         """Attribute metrics of the block to the current task and to the shuffle."""
-        with context_meter.add_callback(self._teller("foreground")):
+        with context_meter.add_callback(self._reporter("foreground")):
             yield
 
     @contextlib.contextmanager
@@ -56,19 +56,19 @@ class FineMetrics:
         """
         with (
             context_meter.clear_callbacks(),
-            context_meter.add_callback(self._teller(where), allow_offload=on_loop),
+            context_meter.add_callback(self._reporter(where), allow_offload=on_loop),
         ):
             yield
 
-    def _teller(self, where: str) -> Callable[[Hashable, float, str], None]:
-        def tell(label: Hashable, value: float, unit: str) -> None:
+    def _reporter(self, where: str) -> Callable[[Hashable, float, str], None]:
+        def report(label: Hashable, value: float, unit: str) -> None:
             labels = label if isinstance(label, tuple) else (label,)
             first, *rest = labels
             if isinstance(first, str):
                 first = first.removeprefix("p2p-")
             self._digest(("p2p", self._span_id, where, first, *rest, unit), value)
 
-        return tell
+        return report
 
 
 class RunClock:

@@ -247,7 +247,7 @@ class FrameRun(ExchangeRun):
             plugin,
         )
 
-    def _complete(self, data: Any, partition_id: int) -> Sequence[Inputs]:
+    def _ready_groups(self, data: Any, partition_id: int) -> Sequence[Inputs]:
         opened = self._frames.open(data)
         if self._frames.join is None:
             return [[(partition_id, opened)]]

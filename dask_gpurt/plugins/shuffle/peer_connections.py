@@ -42,8 +42,8 @@ def open_files() -> tuple[int, int]:
     return soft, max(soft, min(hard, _MOST_FILES))
 
 
-def allow_open_files() -> int:
-    """Raise the limit on this process's open files as far as it may; return the limit."""
+def allow_open_files() -> None:
+    """Raise the limit on this process's open files as far as the system allows."""
     import resource
 
     soft, most = open_files()
@@ -51,7 +51,6 @@ def allow_open_files() -> int:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return open_files()[0]
 
 
 def needed_files(n_workers: int) -> int:

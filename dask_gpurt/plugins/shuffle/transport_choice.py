@@ -86,7 +86,7 @@ class Links(Arrivals):
         #: set, because every message asks for it and there may be a thousand paths.
         self._on_host: dict[str, set[str]] = {}
         self._lender: Lender | None = None
-        self._no_memory = ""
+        self._why_not_shared = ""
         self._refusals = HostRefusals(worker.address)
         #: Why device memory is not sent to a peer, until the next `cool_down`.
         self._device_failures: dict[str, str] = {}
@@ -104,7 +104,7 @@ class Links(Arrivals):
             memory = SharedPages()
             self._lender = Lender(memory)
         except OSError as error:
-            self._no_memory = f"no files in memory here ({error.strerror})"
+            self._why_not_shared = f"no files in memory here ({error.strerror})"
             self.outgoing = HostPool(keep_nbytes)
         else:
             self.outgoing = HostPool(keep_nbytes, source=memory)
@@ -287,7 +287,7 @@ class Links(Arrivals):
 
     async def _link_shared(self, address: str, why_not: dict[str, str], call: Call) -> Transport:
         if self._lender is None:
-            raise RefusedError(self._no_memory)
+            raise RefusedError(self._why_not_shared)
         await self._refusals.ask(address, partial(_offer, call, "shared", self._lender.descriptor))
         return SharedTransport(self._lender, address, why_not)
 
@@ -336,7 +336,7 @@ class Links(Arrivals):
 
     def lacks(self) -> dict[str, str]:
         """Return the paths this worker does not have at all, with the reasons. Loads no library."""
-        why_not = {"shared": self._no_memory, "ucx": self.ucx.why_not()}
+        why_not = {"shared": self._why_not_shared, "ucx": self.ucx.why_not()}
         return {name: reason for name, reason in why_not.items() if reason}
 
     def ucx_report(self) -> dict[str, Any] | None:

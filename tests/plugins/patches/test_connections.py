@@ -22,9 +22,9 @@ from distributed.utils_test import gen_test
 import dask_gpurt
 from dask_gpurt.plugins.patches import connections
 from dask_gpurt.plugins.patches.connections import (
-    N_IN_TURN,
     PIECE_NBYTES,
     SMALL_NBYTES,
+    TASKS_PER_TURN,
     LostPeers,
     PiecewiseReads,
     ShortTurns,
@@ -245,13 +245,13 @@ def tasks(n):
 
 @gen_test()
 async def test_long_batch_of_messages_is_handled_in_portions():
-    messages = tasks(2 * N_IN_TURN + 3)
-    comm = Batches(messages, tuple(messages[:N_IN_TURN]), {"op": "one"}, messages)
+    messages = tasks(2 * TASKS_PER_TURN + 3)
+    comm = Batches(messages, tuple(messages[:TASKS_PER_TURN]), {"op": "one"}, messages)
     turns = ShortTurns(Reader(comm))
     found = [await comm.read() for _ in range(3)]
-    assert [len(one) for one in found] == [N_IN_TURN, N_IN_TURN, 3]
+    assert [len(one) for one in found] == [TASKS_PER_TURN, TASKS_PER_TURN, 3]
     assert list(chain.from_iterable(found)) == messages
-    assert await comm.read() == tuple(messages[:N_IN_TURN])
+    assert await comm.read() == tuple(messages[:TASKS_PER_TURN])
     assert await comm.read() == {"op": "one"}
     turns.uninstall()
     assert await comm.read() == messages
@@ -261,13 +261,13 @@ async def test_long_batch_of_messages_is_handled_in_portions():
 @pytest.mark.parametrize("other", [{"op": "free-keys"}, {"op": "remove-replicas"}, "OK"])
 @gen_test()
 async def test_other_parts_of_a_message_are_handled_in_one_turn(other):
-    computed = tasks(3 * N_IN_TURN)
-    for before in (0, 1, N_IN_TURN, 2 * N_IN_TURN):
+    computed = tasks(3 * TASKS_PER_TURN)
+    for before in (0, 1, TASKS_PER_TURN, 2 * TASKS_PER_TURN):
         messages = [*computed[:before], other, *computed[before:]]
         comm = Batches(messages)
         turns = ShortTurns(Reader(comm))
         first = await comm.read()
-        assert len(first) == max(before + 1, N_IN_TURN)
+        assert len(first) == max(before + 1, TASKS_PER_TURN)
         rest = []
         while len(first) + len(rest) < len(messages):
             rest += await comm.read()
@@ -281,40 +281,40 @@ async def test_other_parts_of_a_message_are_handled_in_one_turn(other):
 
 @gen_test()
 async def test_the_rest_of_a_message_is_handed_out_after_uninstall():
-    messages = tasks(N_IN_TURN + 1)
+    messages = tasks(TASKS_PER_TURN + 1)
     comm = Batches(messages, messages)
     turns = ShortTurns(Reader(comm))
-    assert await comm.read() == messages[:N_IN_TURN]
+    assert await comm.read() == messages[:TASKS_PER_TURN]
     turns.uninstall()
-    assert await comm.read() == messages[N_IN_TURN:]
+    assert await comm.read() == messages[TASKS_PER_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
 
 
 @gen_test()
 async def test_patches_may_overlap_while_a_message_is_handed_out():
-    messages = tasks(3 * N_IN_TURN)
+    messages = tasks(3 * TASKS_PER_TURN)
     comm = Batches(messages, messages, messages)
     first = ShortTurns(Reader(comm))
-    assert await comm.read() == messages[:N_IN_TURN]
+    assert await comm.read() == messages[:TASKS_PER_TURN]
     first.uninstall()
     second = ShortTurns(Reader(comm))
-    assert await comm.read() == messages[N_IN_TURN : 2 * N_IN_TURN]
+    assert await comm.read() == messages[TASKS_PER_TURN : 2 * TASKS_PER_TURN]
     second.uninstall()
-    assert await comm.read() == messages[2 * N_IN_TURN :]
+    assert await comm.read() == messages[2 * TASKS_PER_TURN :]
     assert "read" not in vars(comm)
     first, second = ShortTurns(Reader(comm)), ShortTurns(Reader(comm))
     first.uninstall()
-    assert await comm.read() == messages[:N_IN_TURN]
+    assert await comm.read() == messages[:TASKS_PER_TURN]
     second.uninstall()
-    assert [*await comm.read(), *await comm.read()] == messages[N_IN_TURN:]
+    assert [*await comm.read(), *await comm.read()] == messages[TASKS_PER_TURN:]
     assert "read" not in vars(comm)
     assert await comm.read() == messages
 
 
 @gen_test()
 async def test_pending_read_returns_the_whole_batch_after_removal():
-    messages = tasks(N_IN_TURN + 1)
+    messages = tasks(TASKS_PER_TURN + 1)
     arrived = asyncio.Event()
 
     class Slow(Batches):
@@ -334,7 +334,7 @@ async def test_pending_read_returns_the_whole_batch_after_removal():
 @pytest.mark.parametrize("enabled", [True, False])
 @gen_test()
 async def test_the_loop_runs_while_a_graph_is_handled(enabled):
-    n = 10 * N_IN_TURN
+    n = 10 * TASKS_PER_TURN
     async with (
         Scheduler(dashboard_address=":0", port=0) as s,
         Worker(s.address, nthreads=1) as w,
@@ -367,7 +367,7 @@ async def test_the_loop_runs_while_a_graph_is_handled(enabled):
         assert await c.gather(futures) == list(range(n))
         counting.cancel()
         assert handled == n + 1
-        assert most <= N_IN_TURN if enabled else most > N_IN_TURN
+        assert most <= TASKS_PER_TURN if enabled else most > TASKS_PER_TURN
         if turns is not None:
             turns.uninstall()
             assert "read" not in vars(w.batched_stream.comm)
