@@ -86,7 +86,9 @@ class RunLike(Protocol):
 
     def raise_if_closed(self) -> None: ...
 
-    def make_room(self) -> None: ...
+    def relieve(self) -> None: ...
+
+    def give_up(self, error: Exception) -> None: ...
 
     def report(self) -> dict[str, Any]: ...
 
@@ -166,7 +168,7 @@ class WorkerRuntime:
         self.links.outgoing.trim()
         self._budget.lower_limit(over_nbytes)
         for run in tuple(self._runs):
-            run.make_room()
+            run.relieve()
 
     def relax_budget(self) -> None:
         """Relax the budget by a step: the process has memory again."""

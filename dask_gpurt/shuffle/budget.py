@@ -32,6 +32,11 @@ class Budget:
     def limit_nbytes(self) -> int:
         return max(int(LEAST_SHARE * self.most_nbytes), self.most_nbytes - self._withheld_nbytes)
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the worker is short of memory."""
+        return self._withheld_nbytes > 0
+
     def lower_limit(self, nbytes: int) -> None:
         """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
         with self._lock:

@@ -125,7 +125,9 @@ class ShardStore:
         #: Results that are safe, for slots with several readers.
         self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
-        self._can_spill = may_spill
+        #: Why no shard can be spilled; None if they can.
+        self._refusal = None if may_spill else "it gave back damaged data before"
+        self._disk_failed = False
         self._has_warned = False
         self._closed = False
         self.resident_nbytes = 0
@@ -173,7 +175,18 @@ class ShardStore:
     @property
     def is_over_limit(self) -> bool:
         over = self._budget.used_nbytes > self._budget.limit_nbytes
-        return over and self._can_spill and self.resident_nbytes > 0
+        return over and self._refusal is None and self.resident_nbytes > 0
+
+    def try_disk_again(self) -> None:
+        """Allow writes again after an error of the disk, which may have room now."""
+        if self._disk_failed:
+            self._refusal, self._disk_failed = None, False
+
+    def why_stuck(self) -> str | None:
+        """Return why shards stay in memory that is needed; None if there is room, or a disk."""
+        budget = self._budget
+        is_needed = budget.is_lowered and budget.used_nbytes > budget.limit_nbytes
+        return self._refusal if is_needed and self.resident_nbytes else None
 
     def make_room(self) -> None:
         """Spill until below the low-water mark. Writes; call from a thread."""
@@ -196,7 +209,7 @@ class ShardStore:
             except OSError as error:
                 # Nothing is lost: this shard and all after it are still in memory.
                 if not will_pass(error):
-                    self._can_spill = False
+                    self._refusal, self._disk_failed = error.strerror or str(error), True
                     logger.error(
                         "cannot spill shuffle data to %s (%s); it stays in memory from now on. "
                         "Free some space, or point Dask's temporary-directory to another disk.",

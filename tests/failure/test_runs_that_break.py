@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from dask import delayed
 from distributed import Client, LocalCluster, as_completed, futures_of, wait
 
 import dask_gpurt
-from dask_gpurt.plugins.patches.p2p import barrier_key
+from dask_gpurt.plugins.patches.p2p import P2POutOfDiskError, barrier_key
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.worker import runtime_of
@@ -405,11 +406,12 @@ def test_closing_run_still_reports_its_shards(client, monkeypatch):
     assert told["fullest"][0][1] >= 3600
 
 
-def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
-    class FullDisk(spill_file.SpillFile):
-        def append(self, buffer):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+class FullDisk(spill_file.SpillFile):
+    def append(self, buffer):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+
+def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
     monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
         dask_gpurt.enable(client)
@@ -418,6 +420,31 @@ def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
     assert 1 <= len(told) <= 2  # one for each worker; both are in this process
     assert "temporary-directory" in told[0]
     assert dask_gpurt.status(client)["totals"]["spilled_nbytes"] == 0
+
+
+def test_full_disk_and_too_little_memory_end_a_shuffle(client, monkeypatch, caplog):
+    """Workers that can neither spill nor keep shards would be paused for ever, or be killed."""
+    add, n_added = ExchangeRun._add, itertools.count(1)
+
+    def add_and_run_short(run, parts):
+        add(run, parts)
+        if next(n_added) == N_PARTITIONS // 2:
+            # As the memory monitor does when the process is above its limit.
+            runtime_of(run._worker).release_memory(1 << 40)
+
+    monkeypatch.setattr(ExchangeRun, "_add", add_and_run_short)
+    monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
+    with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
+        dask_gpurt.enable(client)
+        with pytest.raises(P2POutOfDiskError):
+            compute(client, inputs().shuffle("key", npartitions=4))
+        client.sync(_runs_are_closed, client)
+        told = [r.getMessage() for r in caplog.records if "memory is short" in r.getMessage()]
+        assert len(told) == 1
+        assert "No space left on device" in told[0]
+        # The next shuffle has its memory again.
+        monkeypatch.undo()
+        assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
 
 
 def test_memory_is_returned_after_the_last_run(client):

@@ -457,18 +457,6 @@ def test_every_byte_of_a_spill_file_is_checked(tmp_path, nbytes):
     file.remove()
 
 
-def test_store_without_a_disk_keeps_shards_in_memory(tmp_path):
-    rig = Rig(tmp_path, limit_nbytes=0, may_spill=False)
-    rig.store.add(spread_shards(3))
-    assert not rig.store.is_over_limit
-    rig.store.make_room()
-    assert rig.store.spilled_nbytes == 0
-    rig.store.seal()
-    assert [read_slot(rig.store, slot) for slot in range(3)] == [
-        make_rows(0, s, 2) for s in range(3)
-    ]
-
-
 def test_removing_the_directory_loses_no_shard(tmp_path):
     """A user may clean up the directory."""
     rig = Rig(tmp_path, limit_nbytes=0)

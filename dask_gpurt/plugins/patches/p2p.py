@@ -59,7 +59,11 @@ from distributed.shuffle._core import (
     handle_transfer_errors,
     handle_unpack_errors,
 )
-from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._exceptions import (
+    P2PConsistencyError,
+    P2POutOfDiskError,
+    ShuffleClosedError,
+)
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._rechunk import ArrayRechunkSpec, rechunk_unpack
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
@@ -79,6 +83,7 @@ __all__ = [
     "ArrayRechunkSpec",
     "DataFrameShuffleSpec",
     "P2PConsistencyError",
+    "P2POutOfDiskError",
     "Reschedule",
     "RunLookup",
     "ShuffleClosedError",

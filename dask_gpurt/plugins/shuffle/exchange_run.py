@@ -36,6 +36,7 @@ from dask_gpurt.frames.adapter import BodyAdapter, Empty, Packed, Piece
 from dask_gpurt.plugins.dashboard.shuffle_fields import Writes
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
+    P2POutOfDiskError,
     Reschedule,
     ShuffleClosedError,
     ShuffleSpec,
@@ -104,12 +105,9 @@ class ExchangeRun:
     ) -> None:
         state = runtime_of(plugin.worker)
         worker = plugin.worker
-        self.id = spec.id
-        self.run_id = run_id
-        self.span_id = span_id
+        self.id, self.run_id, self.span_id = spec.id, run_id, span_id
         self.local_address = worker.address
-        self.closed = False
-        self.transferred = False
+        self.closed = self.transferred = False
         self.start_time = time.time()
         self._control = RunControl(worker, self.id, run_id)
         self._exception: Exception | None = None
@@ -117,10 +115,7 @@ class ExchangeRun:
         #: Set once the run has failed or closes: nobody needs its results any more.
         self._ended = asyncio.Event()
         self._last_report: dict[str, Any] | None = None
-        self._worker = worker
-        self._settings = settings
-        self._state = state
-        self._plan = plan
+        self._worker, self._settings, self._state, self._plan = worker, settings, state, plan
         self._sends, self._disk_writes = Writes(), Writes()
         self._disk = DiskEntries(state.ledger, run_id)
         slots, budget = plan.slots_of_worker.get(worker.address, (0, 0)), state.budget(settings)
@@ -162,17 +157,7 @@ class ExchangeRun:
         self._spilling = state.lanes.spill
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__}: id={self.id!r}, run_id={self.run_id!r}, "
-            f"local_address={self.local_address!r}, closed={self.closed!r}, "
-            f"transferred={self.transferred!r}>"
-        )
-
-    def __str__(self) -> str:
         return f"{type(self).__name__}<{self.id}[{self.run_id}]> on {self.local_address}"
-
-    def __hash__(self) -> int:
-        return self.run_id
 
     # ------------------------------------------------------------------ transfer
 
@@ -398,6 +383,20 @@ class ExchangeRun:
         if self._store.is_over_limit:
             with self._clock.waiting_for_room():
                 self._spill()
+
+    def relieve(self) -> None:
+        """Spill shards, since the process is short of memory; give up if no disk takes them."""
+        self._store.try_disk_again()
+        self.make_room()
+        reason = self._store.why_stuck()
+        if reason is not None and not self.closed:
+            logger.error("%s: memory is short, and no shard can be spilled (%s)", self, reason)
+            self._worker.loop.add_callback(self.give_up, P2POutOfDiskError())
+
+    def give_up(self, error: Exception) -> None:
+        """End the run on this worker. Its tasks fail with the error. Runs on the event loop."""
+        self.fail(error)
+        self._ending = asyncio.ensure_future(self.close())
 
     def _spill(self) -> None:
         if self._store.is_over_limit:

@@ -26,6 +26,7 @@ from dask_gpurt.plugins.memory.gpu_budget import shards_limit_nbytes
 from dask_gpurt.plugins.patches.connections import drop_message
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
+    P2POutOfDiskError,
     Reschedule,
     ShuffleClosedError,
     clean_exception,
@@ -170,7 +171,8 @@ class Messenger:
         connections = links.onward if path == RELAY else links.connections
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
-            run.raise_if_closed()
+            if run.closed:
+                raise ShuffleClosedError(f"{run} is over")
             try:
                 answer = await connections.receive(
                     address,
@@ -188,7 +190,10 @@ class Messenger:
                     # The peer is closing, and the scheduler will notice and end this run. Until
                     # then, treat it as a peer that cannot be reached.
                     raise OSError(f"{address} is closing") from error
-                if isinstance(error, (P2PConsistencyError, Reschedule)):
+                if isinstance(error, P2POutOfDiskError):
+                    # An error of the system, which `retry` would take for a lost connection.
+                    run.give_up(error)
+                if isinstance(error, (P2PConsistencyError, P2POutOfDiskError, Reschedule)):
                     raise ShuffleClosedError(f"{run} is over") from error
                 raise error.with_traceback(traceback)
             if "header" in data and answer["status"] == "OK":

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from distributed import Reschedule
 
-from dask_gpurt.plugins.patches.p2p import ShuffleClosedError
+from dask_gpurt.plugins.patches.p2p import P2POutOfDiskError, ShuffleClosedError
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.transport.sending.send_budget import SendBudget
 
@@ -17,7 +17,7 @@ def messenger(state, **run):
     """Return a messenger with these parts of its run and its worker's runtime alone."""
     made = object.__new__(Messenger)
     vars(made).update(
-        _run=SimpleNamespace(id="shuffle", run_id=1, raise_if_closed=lambda: None, **run),
+        _run=SimpleNamespace(**{"id": "shuffle", "run_id": 1, "closed": False, **run}),
         _worker=SimpleNamespace(address="tcp://a"),
         _settings=SimpleNamespace(message_nbytes=1 << 20),
         _state=state,
@@ -49,3 +49,20 @@ def test_run_that_a_peer_is_told_to_repeat_is_over():
     sender = messenger(SimpleNamespace(links=links, ledger=None))
     with pytest.raises(ShuffleClosedError):
         asyncio.run(sender.deliver("tcp://b", "comm", None))
+
+
+def test_peer_without_a_disk_ends_the_run_at_once():
+    """`retry` would take this error of the system for a lost connection."""
+
+    async def receive(address, **message):
+        return {"status": "error", "exception": P2POutOfDiskError(), "traceback": None}
+
+    async def deliver(address, transport, compose, call):
+        return await call({})
+
+    links = SimpleNamespace(onward=SimpleNamespace(receive=receive), deliver=deliver)
+    links.connections, errors = None, []
+    sender = messenger(SimpleNamespace(links=links, ledger=None), give_up=errors.append)
+    with pytest.raises(ShuffleClosedError):
+        asyncio.run(sender.deliver("tcp://b", "comm", None))
+    assert [type(error) for error in errors] == [P2POutOfDiskError]
