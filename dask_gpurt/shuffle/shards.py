@@ -127,7 +127,7 @@ class ShardStore:
         self._released: set[int] = set()
         #: Why no shard can be spilled; None if they can.
         self._refusal = None if may_spill else "it gave back damaged data before"
-        self._disk_failed = False
+        self._may_spill = may_spill
         self._has_warned = False
         self._closed = False
         self.resident_nbytes = 0
@@ -179,8 +179,8 @@ class ShardStore:
 
     def try_disk_again(self) -> None:
         """Allow writes again after an error of the disk, which may have room now."""
-        if self._disk_failed:
-            self._refusal, self._disk_failed = None, False
+        if self._may_spill:
+            self._refusal = None
 
     def why_stuck(self) -> str | None:
         """Return why shards stay in memory that is needed; None if there is room, or a disk."""
@@ -209,7 +209,7 @@ class ShardStore:
             except OSError as error:
                 # Nothing is lost: this shard and all after it are still in memory.
                 if not will_pass(error):
-                    self._refusal, self._disk_failed = error.strerror or str(error), True
+                    self._refusal = error.strerror or str(error)
                     logger.error(
                         "cannot spill shuffle data to %s (%s); it stays in memory from now on. "
                         "Free some space, or point Dask's temporary-directory to another disk.",

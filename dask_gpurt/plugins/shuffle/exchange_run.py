@@ -105,9 +105,12 @@ class ExchangeRun:
     ) -> None:
         state = runtime_of(plugin.worker)
         worker = plugin.worker
-        self.id, self.run_id, self.span_id = spec.id, run_id, span_id
+        self.id = spec.id
+        self.run_id = run_id
+        self.span_id = span_id
         self.local_address = worker.address
-        self.closed = self.transferred = False
+        self.closed = False
+        self.transferred = False
         self.start_time = time.time()
         self._control = RunControl(worker, self.id, run_id)
         self._exception: Exception | None = None
@@ -149,8 +152,7 @@ class ExchangeRun:
             concurrency=self._messenger.n_messages,
         )
         self._received_nbytes = 0
-        n_threads = worker.state.nthreads
-        self.figures = RunFigures(self.id, run_id, kind, self.start_time, n_threads)
+        self.figures = RunFigures(self.id, run_id, kind, self.start_time, worker.state.nthreads)
         self._clock = RunClock(self.figures)
         state.begin_run(self)
         state.links.transport = settings.transport
@@ -260,17 +262,16 @@ class ExchangeRun:
         with self._metrics.background("background-comms", on_loop=True):
             with context_meter.meter("process"), context_meter.meter("send"):
                 try:
-                    message = await self._messenger.send(address, shards)
+                    sent = await self._messenger.send(address, shards)
                 except OSError:
                     if not self._routing.is_two_level:
                         raise
-                    message = await self._messenger.send_around(address, shards)
+                    sent = await self._messenger.send_around(address, shards)
             amount("process", nbytes)
-            left_host(message.raw_nbytes, message.wire_nbytes)
+            left_host(sent.raw_nbytes, sent.wire_nbytes)
         seconds, until_s = self._clock.since(began)
         self._sends.add(nbytes, seconds)
-        on_its_way = message.raw_nbytes, message.wire_nbytes
-        self.figures.sent(address, nbytes, *on_its_way, seconds, until_s)
+        self.figures.sent(address, nbytes, sent.raw_nbytes, sent.wire_nbytes, seconds, until_s)
 
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: store the shards that a peer sent. Answer once there is room for more."""

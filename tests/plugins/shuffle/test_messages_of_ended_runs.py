@@ -37,32 +37,29 @@ def test_run_that_is_over_wants_no_room_for_its_shards(is_closed):
     assert (budget.most_nbytes == 10) == is_closed
 
 
-def test_run_that_a_peer_is_told_to_repeat_is_over():
+def deliver_to_peer(error, **run):
+    """Deliver a message to a peer that answers with an error."""
+
     async def receive(address, **message):
-        return {"status": "error", "exception": Reschedule(), "traceback": None}
+        return {"status": "error", "exception": error, "traceback": None}
 
     async def deliver(address, transport, compose, call):
         return await call({})
 
     links = SimpleNamespace(onward=SimpleNamespace(receive=receive), connections=None)
     links.deliver = deliver
-    sender = messenger(SimpleNamespace(links=links, ledger=None))
+    sender = messenger(SimpleNamespace(links=links, ledger=None), **run)
+    asyncio.run(sender.deliver("tcp://b", "comm", None))
+
+
+def test_run_that_a_peer_is_told_to_repeat_is_over():
     with pytest.raises(ShuffleClosedError):
-        asyncio.run(sender.deliver("tcp://b", "comm", None))
+        deliver_to_peer(Reschedule())
 
 
 def test_peer_without_a_disk_ends_the_run_at_once():
     """`retry` would take this error of the system for a lost connection."""
-
-    async def receive(address, **message):
-        return {"status": "error", "exception": P2POutOfDiskError(), "traceback": None}
-
-    async def deliver(address, transport, compose, call):
-        return await call({})
-
-    links = SimpleNamespace(onward=SimpleNamespace(receive=receive), deliver=deliver)
-    links.connections, errors = None, []
-    sender = messenger(SimpleNamespace(links=links, ledger=None), give_up=errors.append)
+    errors = []
     with pytest.raises(ShuffleClosedError):
-        asyncio.run(sender.deliver("tcp://b", "comm", None))
+        deliver_to_peer(P2POutOfDiskError(), give_up=errors.append)
     assert [type(error) for error in errors] == [P2POutOfDiskError]
