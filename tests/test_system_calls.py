@@ -185,3 +185,21 @@ def test_a_file_that_may_not_grow_is_an_error(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True)
     assert "OSError: [Errno 27] File too large" in ended.stderr
     assert (tmp_path / "file").read_bytes() == b"0123"
+
+
+def test_pages_on_their_way_to_the_disk_are_counted(monkeypatch, tmp_path):
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.write(fd, bytes(100_000))
+    os.fsync(fd)
+    assert system_calls.writeback_nbytes(fd) == 0
+
+    def answered(number, descriptor, whole_file, pages, flags):
+        assert (number, descriptor, [*whole_file], flags) == (451, fd, [0, 0], 0)
+        pages[:] = 25, 9, 3, 0, 0
+
+    monkeypatch.setattr(system_calls, "_call", answered)
+    assert system_calls.writeback_nbytes(fd) == 3 * os.sysconf("SC_PAGE_SIZE")
+    for code in (errno.ENOSYS, errno.EPERM):
+        forbidding(monkeypatch, code)
+        assert system_calls.writeback_nbytes(fd) == 0
+    os.close(fd)

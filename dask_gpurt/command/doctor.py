@@ -142,7 +142,7 @@ def _memory(worker: str, report: Mapping[str, Any]) -> Finding:
         )
         through = f"{text}, through the page cache, which uses memory"
         return Finding("note", "memory", through, remedy)
-    return Finding("ok", "memory", f"{text}, past the page cache")
+    return Finding("ok", "memory", f"{text}, past the page cache once that is full")
 
 
 def _device(worker: str, report: Mapping[str, Any]) -> list[Finding]:

@@ -50,6 +50,9 @@ class ValueDirectory:
         Returns a name for the directory.
     locks
         Whether to lock files; False if the user says that this file system's locks do not work.
+    aside
+        Directory to which this one is moved before its files are removed, on the same file system.
+        Necessary if someone else removes `parent`: Dask's event loop would wait for the files.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class ValueDirectory:
         new_name: Callable[[], str] | None = None,
         *,
         locks: bool = True,
+        aside: str | None = None,
     ) -> None:
         self.parent = parent
+        self._aside = aside
         self._locks = locks
         self._system = system
         self._new_name = new_name or (lambda: PREFIX + secrets.token_hex(8))
@@ -120,7 +125,7 @@ class ValueDirectory:
             system.close(fd)
             raise
         self._path, self._lock_fd, self._pid = path, fd, os.getpid()
-        self._reaper = Reaper(path, path + _LOCK)
+        self._reaper = Reaper(path, _LOCK)
 
     def _remove(self) -> None:
         path, fd, reaper = self._path, self._lock_fd, self._reaper
@@ -129,12 +134,29 @@ class ValueDirectory:
         self._path, self._lock_fd, self._reaper = None, -1, None
         # A forked process has the descriptor too, but owns no directory.
         if os.getpid() == self._pid:
-            _remove_tree(path)
-            _unlink(path + _LOCK)
-            if reaper is not None:
-                reaper.close()
+            moved = self._moved_aside(path)
+            if reaper is None or not reaper.close(moved):
+                # There was no shell, or it could not remove all.
+                _remove_tree(moved or path)
+                _unlink((moved or path) + _LOCK)
         with contextlib.suppress(OSError):
             self._system.close(fd)
+
+    def _moved_aside(self, path: str) -> str | None:
+        """Move the directory and its lock file; return the new path, None if they stay."""
+        # A path with a line break cannot be told to the reaper.
+        if self._aside is None or "\n" in self._aside:
+            return None
+        moved = os.path.join(self._aside, os.path.basename(path))
+        try:
+            # The lock file first: a sweep finds directories by their lock files.
+            os.rename(path + _LOCK, moved + _LOCK)
+            os.rename(path, moved)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rename(moved + _LOCK, path + _LOCK)
+            return None
+        return moved
 
 
 def sweep(parent: str, locks: bool = True) -> int:

@@ -5,6 +5,9 @@ This module does the accounting and handles errors: a value is kept whole, or no
 
 Locking: `_lock` guards the accounting and is never held over I/O. A file is needed only until it is
 open, so a value may be dropped while it is read.
+
+Files that went through the page cache are removed later (`memory.files.remover`), because a removal
+may wait for the disk.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dask_gpurt.errors import TierFullError, ValueRefusedError
+from dask_gpurt.errors import DamagedValueError, TierFullError, ValueRefusedError
 from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.backoff import Backoff, LogThrottle
+from dask_gpurt.memory.decisions.write_speeds import WriteSpeeds
 from dask_gpurt.memory.files.block_io import empty_blocks
 from dask_gpurt.memory.files.directory import ValueDirectory
+from dask_gpurt.memory.files.remover import Remover
 from dask_gpurt.memory.files.value_file import CODERS, Bytes
 from dask_gpurt.memory.files.value_io import DiskPlace, EncodedValue, ValueFiles, encoded
 
@@ -48,13 +53,16 @@ class DiskTier:
         `lz4` or `zstd`: compress large buffers where that makes them smaller.
     on_io
         Called after every read and write that succeeded.
+    cache_takes
+        Whether the page cache has room for that many bytes (`memory.files.page_cache`). Where both
+        are possible, values go through the cache or past it, whichever was faster so far.
     empty
         Allocates the memory that values are read into. Memory that is not on a 4 KiB boundary is
         filled through the page cache.
     system, clock
         The module `os` and a clock, or fakes in tests.
-    locks
-        Whether to lock files (`memory.files.directory`).
+    locks, aside
+        As for `memory.files.directory.ValueDirectory`.
     """
 
     name = "disk"
@@ -66,10 +74,12 @@ class DiskTier:
         compression: str | None = None,
         on_io: OnIO | None = None,
         *,
+        cache_takes: Callable[[int], bool] = lambda nbytes: False,
         empty: Callable[[int], Bytes] = empty_blocks,
         system: Any = os,
         clock: Callable[[], float] = time.monotonic,
         locks: bool = True,
+        aside: str | None = None,
     ) -> None:
         if compression is not None and compression not in CODERS[1:]:
             raise ValueError(f"no coder is called {compression!r}: {', '.join(CODERS[1:])}")
@@ -77,8 +87,10 @@ class DiskTier:
         self._coder = CODERS.index(compression) if compression else 0
         self._on_io = on_io or (lambda label, nbytes, seconds: None)
         self._clock = clock
-        self._directory = ValueDirectory(directory, system, locks=locks)
+        self._cache_takes = cache_takes
+        self._directory = ValueDirectory(directory, system, locks=locks, aside=aside)
         self._files = ValueFiles(system, empty)
+        self._remover = Remover(self._files.remove)
         self._numbers = itertools.count()
         self._first_identity = secrets.randbits(62)
         self._lock = threading.Lock()
@@ -87,6 +99,7 @@ class DiskTier:
         self._used_nbytes = 0
         self._n_writing = 0
         self._closed = False
+        self._speeds = WriteSpeeds()
         self._backoff = Backoff()
         self._log_throttle = LogThrottle()
 
@@ -103,7 +116,7 @@ class DiskTier:
         Returns
         -------
         dict
-            `directory`; `is_direct`, whether files are written past the page cache, None if
+            `directory`; `is_direct`, whether files can be written past the page cache, None if
             unknown; `problem`, why nothing can be written there, None if there is none.
         """
         found: dict[str, Any] = {"directory": self._directory.parent, "is_direct": None}
@@ -126,7 +139,7 @@ class DiskTier:
         began_s = self._clock()
         with self._reserved(value.nbytes):
             try:
-                place = self._write(value)
+                place = self._write_after_removals(value)
             except OSError as error:
                 self._failed(error)
                 if error.errno in _FULL:
@@ -138,7 +151,11 @@ class DiskTier:
                     raise TierFullError("the disk tier was closed")
                 self._kept[place.path] = place.nbytes
                 self._backoff = Backoff()
-        self._on_io("disk-write", place.nbytes, self._clock() - began_s)
+                took_s = self._clock() - began_s
+                # Small values always go through the cache, and tell little of it.
+                if place.blocks:
+                    self._speeds.record(place.is_direct, place.nbytes, took_s)
+        self._on_io("disk-write", place.nbytes, took_s)
         return place
 
     def _check_ready(self) -> None:
@@ -177,6 +194,17 @@ class DiskTier:
             if is_last:
                 self._directory.remove()
 
+    def _write_after_removals(self, value: EncodedValue) -> DiskPlace:
+        """Write a value. If the disk is full, try once more after all removals so far."""
+        makes_room = self._remover.is_busy
+        try:
+            return self._write(value)
+        except OSError as error:
+            if error.errno not in _FULL or not makes_room:
+                raise
+        self._remover.wait()
+        return self._write(value)
+
     def _write(self, value: EncodedValue) -> DiskPlace:
         directory, is_direct = self._directory.ready()
         try:
@@ -192,7 +220,13 @@ class DiskTier:
     def _write_into(self, directory: str, is_direct: bool, value: EncodedValue) -> DiskPlace:
         number = next(self._numbers)
         path = os.path.join(directory, f"{number:08d}")
+        if is_direct and self._prefers_cache():
+            is_direct = not self._cache_takes(value.nbytes)
         return self._files.write(path, value, self._first_identity + number, is_direct)
+
+    def _prefers_cache(self) -> bool:
+        with self._lock:
+            return self._speeds.prefers_cache
 
     def _failed(self, error: OSError) -> None:
         """Log an error once, and refuse writes until a retry delay is over."""
@@ -213,6 +247,11 @@ class DiskTier:
 
     def get(self, place: DiskPlace) -> Flat:
         """Read a value, each large buffer into memory of its own."""
+        with self._lock:
+            is_kept = place.path in self._kept
+        if not is_kept:
+            # Its file may still be there.
+            raise DamagedValueError(f"{place.path} does not hold its value: it was dropped")
         began_s = self._clock()
         flat = self._files.read(place)
         self._on_io("disk-read", place.nbytes, self._clock() - began_s)
@@ -223,7 +262,11 @@ class DiskTier:
         with self._lock:
             nbytes = self._kept.pop(place.path, None)
             self._used_nbytes -= nbytes or 0
-        if nbytes is not None:
+        if nbytes is None:
+            return
+        if place.blocks and not place.is_direct:
+            self._remover.submit(place.path)
+        else:
             self._files.remove(place.path)
 
     def close(self) -> None:
@@ -233,5 +276,6 @@ class DiskTier:
             self._used_nbytes -= sum(self._kept.values())
             self._kept.clear()
             is_quiet = not self._n_writing
+        self._remover.close()
         if is_quiet:
             self._directory.remove()

@@ -4,13 +4,15 @@ A killed process removes nothing itself, and the next process that sweeps the di
 late or never. So each process that keeps values starts a shell. The shell waits for the end of a
 pipe that only this process writes to; the system closes the pipe however the process ends.
 
+A process that closes leaves the removal to its reaper, too. Linux removes a file only after those
+of its pages that are on their way to the disk, and a slow disk may have gigabytes of them.
+
 The reaper is optional. Without a shell, or if the shell is killed too, a sweep finds the directory
 later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
@@ -18,13 +20,24 @@ import subprocess
 logger = logging.getLogger("dask_gpurt.memory")
 
 #: The trap: signals to a process group must not end the shell before it is done.
-_SCRIPT = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$1" && rm -f -- "$2"'
-#: Longest wait for the shell on `close`, when hardly anything is left to remove.
-_PATIENCE_S = 5.0
+_SCRIPT = """trap "" HUP INT TERM
+if read -r moved; then set -- "$moved" "$moved$3"; fi
+rm -rf -- "$1" && rm -f -- "$2"
+"""
+_NAME = "dask-gpurt-reaper"
+#: Longest wait for the shell on `close`. Dask kills a worker that takes five seconds to close.
+_PATIENCE_S = 1.0
 
 
 class Reaper:
     """A shell that removes a directory and then a file, once this process and its forks are gone.
+
+    Parameters
+    ----------
+    directory
+        The directory to remove.
+    suffix
+        The file to remove has the name of the directory and this suffix.
 
     Attributes
     ----------
@@ -32,11 +45,11 @@ class Reaper:
         Process id of the shell; None if there is none.
     """
 
-    def __init__(self, directory: str, file: str) -> None:
+    def __init__(self, directory: str, suffix: str) -> None:
         self._shell: subprocess.Popen[bytes] | None = None
         try:
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "dask-gpurt-reaper", directory, file],
+                ["/bin/sh", "-c", _SCRIPT, _NAME, directory, directory + suffix, suffix],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -53,13 +66,31 @@ class Reaper:
     def pid(self) -> int | None:
         return self._shell.pid if self._shell is not None else None
 
-    def close(self) -> None:
-        """Let the shell remove what is left, and wait for it."""
+    def close(self, moved: str | None = None) -> bool:
+        """Let the shell remove the files now, and wait for a moment.
+
+        Parameters
+        ----------
+        moved
+            New path of the directory, if it and the file were moved.
+
+        Returns
+        -------
+        bool
+            Whether the shell is still at work. If not, it may have failed.
+        """
         shell, self._shell = self._shell, None
         if shell is None:
-            return
+            return False
         assert shell.stdin is not None
-        with contextlib.suppress(OSError):
-            shell.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            with shell.stdin as stdin:
+                if moved is not None:
+                    stdin.write(os.fsencode(moved) + b"\n")
+        except OSError:
+            pass  # it was killed
+        try:
             shell.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return True
+        return False

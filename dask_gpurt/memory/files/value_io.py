@@ -138,7 +138,7 @@ class ValueFiles:
         Parameters
         ----------
         is_direct
-            Whether the file system supports direct I/O.
+            Whether to write past the page cache, where the file system supports that.
 
         Raises
         ------

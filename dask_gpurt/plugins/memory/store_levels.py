@@ -25,6 +25,7 @@ from dask_gpurt.memory.decisions.levels import Level
 from dask_gpurt.memory.files.directory import sweep
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.files.inherited import InheritedTier
+from dask_gpurt.memory.files.page_cache import PageCache
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from dask_gpurt.memory.store import HOST
 from dask_gpurt.memory.tiers import Packing, Tier
@@ -129,15 +130,20 @@ class StoreLevels:
         if settings.compressed_nbytes:
             self._add(CompressedTier(settings.compressed_nbytes), USUAL_SHARE)
         parent = parent_directory(settings.directory, worker.local_directory)
+        # Dask removes the worker's own directory when the worker closes.
+        own = os.path.abspath(worker.local_directory)
+        aside = os.path.dirname(own) if parent == own else None
         # Users switch Dask's locks off if those of a file system do not work.
         locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
-        sweep(parent, locks)
+        sweep(aside or parent, locks)
         self.disk = DiskTier(
             parent,
             settings.disk_limit_nbytes or worker.memory_manager.max_spill or None,
             None if settings.compression == "none" else settings.compression,
             on_io,
+            cache_takes=PageCache().takes,
             locks=locks,
+            aside=aside,
         )
         self._add(self.disk)
         self.inherited = InheritedTier(worker_memory.on_disk(stock), packing.flatten)

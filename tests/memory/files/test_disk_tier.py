@@ -147,6 +147,54 @@ def test_only_large_values_bypass_the_page_cache(parent, has_direct):
     tier.close()
 
 
+def disk_of(direct_s, cached_s):
+    """Return a system whose writes take these seconds, and its clock."""
+    now_s, takes_s = [0.0], [0.0]
+
+    def opened(real, path, flags, *args):
+        takes_s[0] = direct_s if flags & os.O_DIRECT else cached_s
+        return real(path, flags, *args)
+
+    def pwrite(real, *args):
+        now_s[0] += takes_s[0]
+        return real(*args)
+
+    return System(open=opened, pwrite=pwrite), lambda: now_s[0]
+
+
+@pytest.mark.parametrize(
+    ("direct_s", "expected"),
+    [(9.0, [True, False, False, True, False]), (0.1, [True, False, *[True] * 3])],
+)
+def test_values_go_the_faster_way_while_the_cache_has_room(parent, has_direct, direct_s, expected):
+    system, clock = disk_of(direct_s, 1.0)
+    asked = []
+
+    def takes(nbytes):
+        asked.append(nbytes)
+        return len(asked) != 3
+
+    tier = DiskTier(str(parent), system=system, clock=clock, cache_takes=takes)
+    value = flat_of(LARGE)
+    places = [tier.put(value) for _ in expected]
+    assert [place.is_direct for place in places] == expected
+    assert {*asked} == {places[0].nbytes}
+    system.log.clear()
+    for place in places:
+        assert_same(tier.get(place), value)
+    opened = [bool(call[2] & os.O_DIRECT) for call in system.log if call[0] == "open"]
+    assert opened == expected
+    tier.close()
+
+
+def test_small_values_say_nothing_of_the_page_cache(parent, has_direct):
+    system, clock = disk_of(0.1, 9.0)
+    tier = DiskTier(str(parent), system=system, clock=clock, cache_takes=lambda nbytes: True)
+    places = [tier.put(flat_of(lengths)) for lengths in ((10,), LARGE, (10,), LARGE, LARGE)]
+    assert [place.is_direct for place in places] == [False, True, False, False, True]
+    tier.close()
+
+
 def test_value_is_read_in_one_call(parent):
     system = System()
     tier = DiskTier(str(parent), system=system)
