@@ -44,8 +44,9 @@ class JoinPartners:
     ) -> list[Partners]:
         """Return join partners, for each task that will join the output.
 
-        A later task with a single input passes it on, so its dependents count too. In `x.T + x`,
-        one operand passes through another task before the two blocks meet.
+        A later task that needs nothing else passes the output on, so its dependents count too. In
+        `x.T + x`, one operand passes through another task before the two blocks meet. In a padded
+        array, a block and its own edge meet before others join them.
 
         Parameters
         ----------
@@ -70,7 +71,11 @@ class JoinPartners:
                     n_needed = len(later.dependencies)
                     if n_needed == 1:
                         passed_on.append(later)
-                    elif n_needed <= MAX_INPUTS:
+                    elif n_needed > MAX_INPUTS:
+                        continue
+                    elif is_made_of(later, ts):
+                        passed_on.append(later)
+                    else:
                         placed = self._others(ts, one, later, min_nbytes, other_group)
                         if placed and placed not in found:
                             found.append(placed)
@@ -108,13 +113,47 @@ class JoinPartners:
         """Return the inputs of `later` besides `one`, which follows `ts`."""
         placed = Partners({}, self._sizes(one) or inf)
         for other in later.dependencies:
-            if other is one or (ws := _place_of(other)) is None:
+            # A result that very many tasks need will be nearly everywhere.
+            if other is one or len(other.dependents) > MAX_DEPENDENTS:
+                continue
+            if (ws := _place_of(other)) is None:
                 continue
             if other_group and other.group is ts.group:
                 continue
             if (n := self._sizes(other)) >= min_nbytes:
                 placed[ws.address] = placed.get(ws.address, 0.0) + n
         return placed
+
+
+def is_made_of(ts: TaskState, source: TaskState) -> bool:
+    """Return whether all inputs of a task are a result, or are made of that result alone.
+
+    Inputs that very many tasks need do not count, because they will be nearly everywhere.
+    """
+    for one in ts.dependencies:
+        if len(one.dependents) > MAX_DEPENDENTS:
+            continue
+        for _ in range(MAX_CHAIN):
+            if one is source or len(one.dependencies) != 1:
+                break
+            (one,) = one.dependencies
+        if one is not source:
+            return False
+    return True
+
+
+def _only_source(ts: TaskState) -> TaskState | None:
+    """Return the nearest result that all inputs of a task are made of, as in `is_made_of`."""
+    if len(ts.dependencies) == 1:
+        return next(iter(ts.dependencies))
+    if len(ts.dependencies) > MAX_INPUTS:
+        return None
+    one = next((one for one in ts.dependencies if len(one.dependents) <= MAX_DEPENDENTS), None)
+    for _ in range(MAX_CHAIN):
+        if one is None or is_made_of(ts, one):
+            return one
+        one = next(iter(one.dependencies)) if len(one.dependencies) == 1 else None
+    return None
 
 
 def times_joined(ts: TaskState) -> int | None:
@@ -135,14 +174,17 @@ def times_joined(ts: TaskState) -> int | None:
 
 
 def _place_of(ts: TaskState) -> WorkerState | None:
-    """Return the worker that has or computes a result; else the worker of its only input."""
+    """Return the worker that has or computes a result; else the worker of its only source."""
     for _ in range(MAX_CHAIN):
         who = ts.who_has
         if who:
             if len(who) > MAX_PLACES:
                 return None
             return min(who, key=lambda ws: ws.address) if len(who) > 1 else next(iter(who))
-        if ts.processing_on is not None or len(ts.dependencies) != 1:
+        if ts.processing_on is not None:
             return ts.processing_on
-        (ts,) = ts.dependencies
+        source = _only_source(ts)
+        if source is None:
+            return None
+        ts = source
     return None

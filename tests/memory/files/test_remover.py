@@ -100,9 +100,12 @@ def test_closed_remover_leaves_files(remover, disk, tmp_path):
 
 
 def test_file_that_is_gone_is_not_waited_for(tmp_path):
-    made = Remover(lambda path: None)
-    made.submit(str(tmp_path / "none"))
+    asked = []
+    made = Remover(asked.append)
+    path = str(tmp_path / "none")
+    made.submit(path)
     made.wait()
+    assert asked == [path]
     made.close()
 
 

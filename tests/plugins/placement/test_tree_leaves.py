@@ -20,6 +20,8 @@ class Task(SimpleNamespace):
     """A task of a scheduler, as far as these functions read it."""
 
     __hash__ = object.__hash__
+    __eq__ = object.__eq__
+    __repr__ = object.__repr__
 
 
 class Graph:
@@ -80,6 +82,28 @@ def test_blocks_of_two_arrays_lead_to_the_same_leaf(graph):
     added = [graph.task("add", *pair) for pair in pairs]
     graph.tree(added)
     assert [leaf_of(one) for pair in pairs for one in pair] == [x for x in added for _ in "ab"]
+
+
+def with_own_edge(graph, block):
+    """Add a block with its own edge, as `pad` and `rechunk` make it."""
+    name = block.group.name
+    edge = graph.task(f"{name}-edge", block)
+    parts = [graph.task(f"{name}-part", one) for one in (block, edge)]
+    return graph.task(f"{name}-merge", *parts)
+
+
+def test_padded_blocks_are_in_no_tree_by_themselves(graph):
+    pairs = [(graph.task("u"), graph.task("v")) for _ in range(8)]
+    for pair in pairs:
+        graph.task("multiply", *(with_own_edge(graph, block) for block in pair))
+    assert {leaf_of(block) for pair in pairs for block in pair} == {None}
+
+
+def test_padded_blocks_lead_to_leaves(graph):
+    roots = [graph.task("load") for _ in range(16)]
+    merged = [with_own_edge(graph, root) for root in roots]
+    graph.tree(merged)
+    assert [leaf_of(root) for root in roots] == merged
 
 
 def test_blocks_of_a_stencil_are_in_no_tree(graph):

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dask_gpurt.placement.siblings import MAX_DEPENDENTS, MAX_INPUTS
-from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN
+from dask_gpurt.plugins.placement.join_partners import MAX_CHAIN, is_made_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
 #: Limit of arrays that are combined block by block before the tree begins, as in `(a + b).sum(0)`.
 MAX_ARRAYS = 4
+#: Limit of tasks between a root and its leaf. A block that meets its own edge takes two more.
+_MAX_STEPS = MAX_CHAIN + 2
 #: Limit of levels of a tree.
 MAX_LEVELS = 16
 
@@ -24,15 +26,19 @@ MAX_LEVELS = 16
 def leaf_of(root: TaskState) -> TaskState | None:
     """Return the leaf that a root task is, or is a part of; None if it is in no tree.
 
-    Between the two may be tasks with a single input, and tasks that take a block of each of a few
-    arrays. A result that several tasks of one group need, such as a block in a stencil or in a
+    Between the two may be tasks that need nothing else, and tasks that take a block of each of a
+    few arrays. A result that several tasks of one group need, such as a block in a stencil or in a
     matrix product, is in no tree.
     """
     one = root
-    for _ in range(MAX_CHAIN):
+    for _ in range(_MAX_STEPS):
         if not one.dependents or len(one.dependents) > MAX_DEPENDENTS:
             return None
         combining, onward = _dependents(one)
+        if len(combining) == 1 and is_made_of(combining[0], root):
+            # A block and its own edge, which was cut off and padded.
+            one = combining[0]
+            continue
         if combining:
             return one if len(combining) == 1 and _is_tree(combining[0]) else None
         if len({later.group.name for later in onward}) < max(len(onward), 1):
