@@ -14,6 +14,7 @@ flag or not. Sides take turns. `test_xarray` needs xarray and flox.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -234,6 +235,9 @@ def main() -> None:
     # Its package is named `tests`, too.
     sys.path.insert(0, str(checkout))
     os.chdir(checkout)
+    # `Runs` has fixtures of the same names. These here would start clusters in a cloud.
+    spilling = importlib.import_module("tests.benchmarks.test_spill")
+    del spilling.spill_client, spilling.spill_cluster
     folder = checkout / "tests" / "benchmarks"
     files = [str(one) for one in folder.glob("test_*.py") if one.stem not in LEFT_OUT]
     chosen = ["-k", options.only] if options.only else []
