@@ -69,6 +69,12 @@ def judged(client: Client) -> dict[str, Any]:
     return verdict.of_status(dask_gpurt.status(client))
 
 
+def cause(client: Client, rule: str) -> dict[str, Any]:
+    """Return the cause of a rule. A busy machine may have others, too."""
+    (one,) = [one for one in judged(client)["bottlenecks"] if one["rule"] == rule]
+    return dict(one)
+
+
 def rules(client: Client) -> list[str]:
     return [one["rule"] for one in judged(client)["bottlenecks"]]
 
@@ -100,8 +106,7 @@ def test_a_shuffle_that_is_computed_twice_has_not_restarted(
 def test_hot_keys_are_skew(enabled: Client, any_savings: None) -> None:
     # One partition has nine tenths of the rows, and cannot be divided between two workers.
     shuffled(enabled, hot=0.9, n_partitions=6)
-    (one,) = judged(enabled)["bottlenecks"]
-    assert one["rule"] == "skew"
+    one = cause(enabled, "skew")
     assert "output partitions above the mean of 50,000 rows: " in one["evidence"]
 
 
@@ -109,9 +114,9 @@ def test_a_small_limit_is_spilling(any_savings: None) -> None:
     with dask.config.set({"gpurt.shuffle.memory": 2 * MIB}), stock_client(2) as client:
         dask_gpurt.enable(client)
         shuffled(client)
-        (one,) = judged(client)["bottlenecks"]
+        one = cause(client, "spill")
         written = dask_gpurt.status(client)["totals"]["spilled_nbytes"]
-    assert (one["rule"], one["setting"]) == ("spill", "gpurt.shuffle.memory: 0.5")
+    assert one["setting"] == "gpurt.shuffle.memory: 0.5"
     assert written > MIB
 
 
@@ -133,8 +138,7 @@ def test_tiny_partitions_are_small_messages(enabled: Client, any_savings: None) 
 
 def test_a_type_that_falls_back_is_a_stock_shuffle(enabled: Client) -> None:
     shuffled(enabled, kind=Labelled)
-    (one,) = judged(enabled)["bottlenecks"]
-    assert one["rule"] == "stock-shuffle"
+    one = cause(enabled, "stock-shuffle")
     assert "1 of 1 shuffle ran on stock Dask, mostly: shuffle of " in one["evidence"]
 
 
