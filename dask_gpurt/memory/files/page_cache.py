@@ -46,7 +46,9 @@ class PageCache:
             share = self._dirty_share(usable_nbytes)
             dirty_nbytes = 1024 * (seen["Dirty"] + seen["Writeback"])
             rooms = [share * usable_nbytes - dirty_nbytes]
-            rooms += [_room_of_group(group, share) for group in self._groups if _limits(group)]
+            for group in self._groups:
+                if limits := _limits(group):
+                    rooms.append(_room_of_group(group, min(limits), share))
         except (OSError, ValueError, LookupError, ZeroDivisionError):
             return 0
         return max(0, int(min(rooms)))
@@ -102,11 +104,11 @@ def _limits(group: Path) -> list[int]:
     return found
 
 
-def _room_of_group(group: Path, share: float) -> float:
+def _room_of_group(group: Path, limit_nbytes: int, share: float) -> float:
     seen = _numbers(group / "memory.stat")
     used_nbytes = int((group / "memory.current").read_text(encoding="ascii"))
     files_nbytes = seen["active_file"] + seen["inactive_file"]
-    usable_nbytes = max(0, min(_limits(group)) - used_nbytes) + files_nbytes
+    usable_nbytes = max(0, limit_nbytes - used_nbytes) + files_nbytes
     return share * usable_nbytes - seen["file_dirty"] - seen["file_writeback"]
 
 

@@ -133,7 +133,7 @@ def cached_tier(parent, **hooks):
     return tier
 
 
-def test_full_disk_waits_for_removals(tmp_path, disk, monkeypatch):
+def test_full_disk_waits_for_removals(tmp_path, monkeypatch):
     """Files that were dropped before a write make room for it."""
     full = []
 
