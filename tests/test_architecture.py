@@ -149,12 +149,14 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
 #: Packages and functions that only one module may name.
 ONLY_IN = {
     "distributed.shuffle": {
+        "plugins/patches/graphs/foreign_shuffles.py",
         "plugins/patches/graphs/transfer_tasks.py",
         "plugins/patches/p2p_owners.py",
         "plugins/patches/p2p_restart.py",
         "plugins/patches/p2p.py",
     },
     "dask._task_spec": {
+        "plugins/patches/graphs/foreign_shuffles.py",
         "plugins/patches/graphs/blockwise_layers.py",
         "plugins/patches/graphs/graph_swap.py",
         "plugins/patches/graphs/transfer_tasks.py",

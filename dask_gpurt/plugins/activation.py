@@ -23,6 +23,7 @@ from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
 from dask_gpurt.plugins.patches import client as client_patches
 from dask_gpurt.plugins.patches import p2p
+from dask_gpurt.plugins.patches.graphs import foreign_shuffles
 from dask_gpurt.plugins.time_spent import spent
 from dask_gpurt.topology import description
 
@@ -98,6 +99,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
     )
     if problem is not None:
         raise ActivationError(f"{problem}. Settings are unchanged.")
+    foreign_shuffles.hold(client)
 
 
 async def _register(client: Client, settings: config.Settings) -> None:
@@ -186,6 +188,7 @@ async def _enable(client: Client, settings: config.Settings) -> None:
 async def _disable(client: Client) -> None:
     p2p.allow_work(client)
     client_patches.forget_reconnects(client)
+    foreign_shuffles.release(client)
     status = await read_status(client, ask_workers=False)
     if status["active"]:
         await scheduler_of(client).gpurt_disable()

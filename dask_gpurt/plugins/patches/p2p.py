@@ -72,6 +72,7 @@ from distributed.utils import sync
 from distributed.utils_comm import retry
 
 from dask_gpurt.plugins.bootstrap import untested
+from dask_gpurt.plugins.patches.graphs import foreign_shuffles
 from dask_gpurt.transport.rate import TCP_INFO_NBYTES, delivery_rate
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class SpecSwap:
         self._stock_get = stock_get = scheduler.handlers["shuffle_get"]
         self._stock_restrict = scheduler.handlers["shuffle_restrict_task"]
         self._ready, self._takes_part = ready, takes_part
+        foreign_shuffles.hold(self)
         retrieve = type(self._plugin)._retrieve_spec
         plugin, stock_handler = self._plugin, self._stock_handler
 
@@ -253,6 +255,7 @@ class SpecSwap:
 
     def uninstall(self) -> None:
         """Restore the stock method and handlers."""
+        foreign_shuffles.release(self)
         vars(self._plugin).pop("_retrieve_spec", None)
         self._scheduler.handlers["shuffle_get"] = self._stock_get
         self._scheduler.handlers["shuffle_get_or_create"] = self._stock_handler
