@@ -123,6 +123,23 @@ def stock_client(n_workers: int = 2, memory_limit: str | int = "auto") -> Iterat
 
 
 @contextlib.contextmanager
+def flagged_client(enabled: bool, memory_limit: str | int) -> Iterator[Client]:
+    """Start two one-thread worker processes for a program that has the one flag or not."""
+    with (
+        dask.config.set({"gpurt.enabled": enabled}),
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            memory_limit=memory_limit,
+            dashboard_address=":0",
+            silence_logs=50,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
 def two_clusters(n_workers: int = 2) -> Iterator[Sides]:
     """Start a stock cluster and one with the runtime, of one-thread worker processes over TCP."""
     with stock_client(n_workers) as stock, stock_client(n_workers) as enabled:

@@ -9,7 +9,7 @@ grid. Both sides write their results, and these are compared.
     python -m benchmarks.public_geospatial DIR --only climatology --repeats 5
 
 Each run has a new cluster of two workers, whose program has the one flag or not. Sides take turns.
-It needs xarray, zarr, flox and bottleneck.
+It needs xarray, zarr and flox.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
-from distributed import Client, LocalCluster
 
-from benchmarks.harness import Timing, arguments, write_json
+from benchmarks.harness import Timing, arguments, flagged_client, write_json
 
 #: Workers have a tenth of the memory that the programs expect, so their own choice of chunks, at
 #: the default of 128 MiB, would not fit on either side.
@@ -115,25 +114,15 @@ def taken_s(
         to_zarr(dataset, store)
 
     open_zarr, to_zarr = xr.open_zarr, xr.Dataset.to_zarr
-    settings = {"gpurt.enabled": side == "enabled", "array.chunk-size": CHUNK_SIZE}
     with (
-        dask.config.set(settings),
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            memory_limit=memory,
-            dashboard_address=":0",
-            silence_logs=50,
-        ) as cluster,
-        Client(cluster),
+        dask.config.set({"array.chunk-size": CHUNK_SIZE}),
+        flagged_client(side == "enabled", memory),
+        mock.patch.object(xr, "open_zarr", lambda _url, **how: open_zarr(data, **how)),
+        mock.patch.object(xr.Dataset, "to_zarr", write),
     ):
-        with (
-            mock.patch.object(xr, "open_zarr", lambda _url, **how: open_zarr(data, **how)),
-            mock.patch.object(xr.Dataset, "to_zarr", write),
-        ):
-            began = time.perf_counter()
-            program(scale="small", storage_url=str(result), storage_options=None)
-            return time.perf_counter() - began
+        began = time.perf_counter()
+        program(scale="small", storage_url=str(result), storage_options=None)
+        return time.perf_counter() - began
 
 
 def same(one: Path, other: Path) -> bool:

@@ -28,9 +28,9 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
-from benchmarks.harness import Timing, arguments, write_json
+from benchmarks.harness import Timing, arguments, flagged_client, write_json
 
 #: Programs that read data of a cloud, last a given time, or start clusters of their own.
 LEFT_OUT = (
@@ -84,17 +84,7 @@ class Runs:
 
     @pytest.fixture
     def small_client(self, turn: Turn) -> Iterator[Client]:
-        with (
-            dask.config.set({"gpurt.enabled": turn.side == "enabled"}),
-            LocalCluster(
-                n_workers=2,
-                threads_per_worker=1,
-                memory_limit=self._memory,
-                dashboard_address=":0",
-                silence_logs=50,
-            ) as cluster,
-            Client(cluster) as client,
-        ):
+        with flagged_client(turn.side == "enabled", self._memory) as client:
             yield client
 
     @pytest.fixture

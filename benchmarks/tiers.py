@@ -30,10 +30,10 @@ import dask
 import dask.array as da
 import numpy as np
 import pandas as pd
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
 import dask_gpurt
-from benchmarks.harness import arguments, write_json
+from benchmarks.harness import arguments, flagged_client, write_json
 from benchmarks.shuffle import frame, numbers_part
 from benchmarks.vitals import begin, restarts, total, vitals
 
@@ -154,15 +154,8 @@ CASES = [
 def run_here(case: Case, enabled: bool, scale: float, deadline_s: float) -> dict[str, Any]:
     """Run a case once in this process, which should exit afterwards."""
     with (
-        dask.config.set({"gpurt.enabled": False, "dataframe.shuffle.method": "p2p"}),
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            memory_limit=LIMIT_NBYTES,
-            dashboard_address=":0",
-            silence_logs=50,
-        ) as cluster,
-        Client(cluster) as client,
+        dask.config.set({"dataframe.shuffle.method": "p2p"}),
+        flagged_client(False, LIMIT_NBYTES) as client,
     ):
         if enabled:
             dask_gpurt.enable(client)

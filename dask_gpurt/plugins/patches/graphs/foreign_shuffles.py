@@ -1,11 +1,11 @@
 """Shuffles and rechunks by `p2p` in graphs of delayed functions and of bags.
 
-Stock Dask of 2026 fails on a cluster in two cases:
+Stock Dask 2026.7 and 2026.8 fails on a cluster in two cases:
 
-- `delayed(f)(x.rechunk(...))` ends in "lost dependencies". So does all that calls `delayed`, such
-  as `to_zarr(compute=False)` of xarray. Dask gives the collection new keys there, so that nobody
-  else shares its values. It does not rename the tasks of a shuffle, because a barrier's key is
-  fixed, and returns a graph without the new keys. Here, each of them returns the old one's value.
+- `delayed(f)(x.rechunk(...))` ends in "lost dependencies". So does everything that calls `delayed`,
+  such as `to_zarr(compute=False)` of xarray. Dask gives the collection new keys there, so that
+  nobody else shares its values. It does not rename the tasks of a shuffle, because a barrier's key
+  is fixed, and returns a graph without the new keys. Here, each new key gets the old one's value.
 - `df.shuffle(...).to_bag()` ends in "failed during transfer phase". Bags make each task anew, and
   a barrier loses its type and the shuffle's description. Here, barriers stay as they are.
 
@@ -16,8 +16,8 @@ collection has and its graph has not | `release` |
 | `dask.bag.core.lazify` | lets barriers of shuffles stay as they are | `release` |
 | `distributed.shuffle._core.P2PBarrierTask` | tells the barrier of a shuffle | |
 
-Both patches are global to the process. A client needs them, which makes graphs of delayed
-functions, and a scheduler, which optimises graphs of bags.
+Both patches are global to the process. A client makes graphs of delayed functions, and a scheduler
+optimises graphs of bags, so both hold the patches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import dask.bag.core
 from dask import _expr
 from dask._task_spec import Task, TaskRef
 from dask.core import flatten
@@ -59,6 +58,9 @@ def _with_barriers(stock: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], di
 
 
 def _replace() -> Callable[[], None]:
+    # Imported here: workers import this module through `patches.p2p`, and make no graphs.
+    import dask.bag.core
+
     graphs: Any = _expr.ProhibitReuse
     bags: Any = dask.bag.core
     graph, layer, lazify = graphs.__dask_graph__, graphs._layer, bags.lazify
