@@ -45,8 +45,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         {"cupy", "cupy_backends", "numpy", "nvtx", "rmm"},
         {"os", "threading", "time"},
     ),
-    # cudf, cupy, pylibcudf and rmm are optional.
-    "frames": (set(), FRAMES | {"cudf", "cupy", "pylibcudf", "rmm"}, set()),
+    # Libraries for devices and geometries are optional.
+    "frames": (
+        set(),
+        FRAMES | {"cudf", "cupy", "geopandas", "pylibcudf", "pyproj", "rmm", "shapely"},
+        set(),
+    ),
     # The clock times codecs on samples; the lock guards the measurements.
     "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
     # Sockets: to ask the kernel about sockets that UCX made, and to restrict who may connect.
@@ -182,6 +186,7 @@ ONLY_IN = {
     },
     "cupy_backends": {"devices/occupancy/launches.py"},
     "cupti": {"plugins/tracing/cupti_recorder.py"},
+    "geopandas": {"frames/geo/geo_frames.py", "frames/geo/geometry.py"},
     "google": {"tracing/formats/protobuf.py"},
     "perfetto": {"tracing/formats/protobuf.py"},
     "nvtx": {"devices/cuda/ranges.py"},
@@ -191,7 +196,9 @@ ONLY_IN = {
     "prometheus_client": {"plugins/patches/shown/prometheus.py"},
     "pylibcudf": {"frames/device/cudf_.py"},
     "pynvml": {"plugins/topology/host_report.py"},
+    "pyproj": {"frames/geo/geometry.py"},
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},
+    "shapely": {"frames/geo/geometry.py"},
     "torch": {"plugins/collectives/groups/torch_start.py"},
     "ucxx": {"transport/ucx_context.py"},
 }

@@ -19,6 +19,12 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.frames.gather import RowCounts
+from dask_gpurt.frames.geo.geometry import (
+    arrow_of_geometry,
+    crs_name,
+    geometry_of_arrow,
+    is_geometry,
+)
 from dask_gpurt.frames.pickling import Pickling
 
 Part = npt.NDArray[Any]
@@ -38,7 +44,7 @@ class Layout:
     ----------
     kind
         `plain`, `wall` (datetimes with a zone, periods, and other integers with a meaning),
-        `masked`, `categorical`, `interval`, `arrow` or `objects`.
+        `masked`, `categorical`, `interval`, `arrow`, `geometry` or `objects`.
     parts
         NumPy type string of each fixed-width part.
     arrow, objects
@@ -98,7 +104,8 @@ def _plain_dtype(text: Any) -> str:
 
 def _is_consistent(layout: Layout) -> bool:
     """Return whether the fields of a layout fit one another, as those from `decompose` do."""
-    if (layout.arrow, layout.objects) != (layout.kind == "arrow", layout.kind == "objects"):
+    has_arrow = layout.kind in ("arrow", "geometry")
+    if (layout.arrow, layout.objects) != (has_arrow, layout.kind == "objects"):
         return False
     return _HAS_FITTING_FIELDS[layout.kind](layout)
 
@@ -133,6 +140,10 @@ def _fits_arrow(layout: Layout) -> bool:
     return not layout.parts and len(layout.detail) > 1 and layout.detail[0] in _ARROW
 
 
+def _fits_geometry(layout: Layout) -> bool:
+    return not layout.parts and [type(one) for one in layout.detail] == [str]
+
+
 def _fits_objects(layout: Layout) -> bool:
     return not layout.parts
 
@@ -144,6 +155,7 @@ _HAS_FITTING_FIELDS = {
     "categorical": _fits_categorical,
     "interval": _fits_interval,
     "arrow": _fits_arrow,
+    "geometry": _fits_geometry,
     "objects": _fits_objects,
 }
 
@@ -210,6 +222,9 @@ def decompose(
             Layout("arrow", arrow=True, detail=_arrow_detail(dtype)),
             arrow=_chunked(values.__arrow_array__()),
         )
+    if is_geometry(dtype):
+        layout = Layout("geometry", arrow=True, detail=(crs_name(values),))
+        return Column(layout, arrow=arrow_of_geometry(values))
     return _decompose_objects(values)
 
 
@@ -389,6 +404,10 @@ def _compose_arrow(layout: Layout, parts: Sequence[Part], arrow: Any, objects: A
     return pd.arrays.ArrowExtensionArray(_chunked(arrow))  # type: ignore[attr-defined]
 
 
+def _compose_geometry(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
+    return geometry_of_arrow(arrow, layout.detail[0])
+
+
 def _compose_objects(layout: Layout, parts: Sequence[Part], arrow: Any, objects: Any) -> Any:
     return objects
 
@@ -400,6 +419,7 @@ _COMPOSE = {
     "categorical": _compose_categorical,
     "interval": _compose_interval,
     "arrow": _compose_arrow,
+    "geometry": _compose_geometry,
     "objects": _compose_objects,
 }
 

@@ -121,6 +121,12 @@ def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     )
 
 
+def _open_geo(spec: FrameSpec) -> FrameAdapter:
+    from dask_gpurt.frames.geo.geo_frames import GeoFrames
+
+    return GeoFrames(spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads))
+
+
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.device.cudf_ import CudfMemory, CudfTables
 
@@ -136,6 +142,7 @@ _CUDF = "cudf.core.dataframe.DataFrame"
 ADAPTERS: dict[str, Callable[[FrameSpec], FrameAdapter]] = {
     "pandas.DataFrame": _open_pandas,
     "pandas.core.frame.DataFrame": _open_pandas,
+    "geopandas.geodataframe.GeoDataFrame": _open_geo,
     _CUDF: _open_cudf,
 }
 

@@ -1,0 +1,4 @@
+"""GeoPandas: columns of geometries, and frames with an active geometry.
+
+`frames.pandas_` carries these frames; this room converts geometries to bytes and back.
+"""
