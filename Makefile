@@ -5,6 +5,7 @@
 #   make test-standins    the tests of GPUs, on a stand-in for AMD's driver over host memory
 #   make test-upstream DISTRIBUTED=/path/to/clone    distributed's own tests, with the runtime on
 #   make test-dask    Dask's own tests of arrays and dataframes, on a cluster with the runtime
+#   make test-suite SUITE=/path/to/clone    tests of a package on top of Dask, the same way
 #   make test-thirdparty    programs on top of xgboost, xarray and others, stock against the runtime
 #   make check   style, types, which module may import which, and the documentation
 #   make docs    the documentation as a site, in docs/_build/html; warnings are errors
@@ -58,7 +59,7 @@ HAS_FLOOR := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info <
 comma := ,
 
 .PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask \
-    test-thirdparty test-floor check docs coverage bench clean
+    test-suite test-thirdparty test-floor check docs coverage bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -131,6 +132,14 @@ test-dask: $(UPSTREAM_VENV)/installed
 	$(UPSTREAM_VENV)/bin/python -m pytest -c tests/upstream/dask.ini --rootdir $$site \
 	    -p tests.upstream.dask_plugin -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(DASK_OPTIONS) \
 	    $(DASK_TESTS:%=$$site/dask/%)
+
+# The tests of a package on top of Dask, from a clone of it. The package itself has to be installed.
+SUITE_TESTS ?= tests
+
+test-suite: $(VENV_THIRDPARTY)/installed
+	$(VENV_THIRDPARTY)/bin/python -m pytest -c tests/upstream/dask.ini -o addopts=-ra --tb=native \
+	    --rootdir $(SUITE) -p tests.upstream.dask_plugin -q -n $(JOBS) --dist loadfile \
+	    --no-loadscope-reorder $(DASK_OPTIONS) $(SUITE_TESTS:%=$(SUITE)/%)
 
 # In an environment of its own: these packages bring a gigabyte of others.
 test-thirdparty: $(VENV_THIRDPARTY)/installed

@@ -2,7 +2,8 @@
 
 Dask's wheel contains its tests, which are written for schedulers of one process. With the plugin,
 every computation of a test runs on a cluster, whichever scheduler the test names. A test that uses
-the shuffle method "disk" uses "p2p". `make test-dask` shows how to call the plugin.
+the shuffle method "disk" uses "p2p". `make test-dask` shows how to call the plugin. It serves the
+tests of packages on top of Dask as well: `make test-suite`.
 
 A test that fails with the runtime runs again on a cluster of stock Dask. If it fails there, too, it
 is reported as an expected failure. If it passes there, it is *lost*, and the run fails.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +110,9 @@ class Side:
     def configured(self) -> Iterator[None]:
         from distributed import utils_test
 
-        settings = {"gpurt.enabled": self.is_enabled}
+        # By default, Dask would rechunk the few chunks of a test by tasks. Not for the whole
+        # session: some modules compute while they are imported, without a cluster.
+        settings = {"gpurt.enabled": self.is_enabled, "array.rechunk.method": "p2p"}
         # Tests that start their own clusters begin with the configuration in `utils_test`.
         with (
             dask.config.set(settings),
@@ -145,13 +149,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cases", type=int, help="run so many cases of each parametrized test")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    # Other packages call their tests `tests`, too.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # See `tests/conftest.py`.
     os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
     # By default, placement leaves decisions to Dask if machines are not described, as here.
     os.environ["DASK_GPURT__PLACEMENT__POLICY"] = "data-aware"
-    # By default, Dask would rechunk the few chunks of a test by tasks.
-    os.environ["DASK_ARRAY__RECHUNK__METHOD"] = "p2p"
     # Periodic work of a cluster would take longer than these small tests.
     os.environ["DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL"] = "1s"
     os.environ["DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL"] = "10s"
