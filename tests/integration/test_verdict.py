@@ -73,6 +73,12 @@ def rules(client: Client) -> list[str]:
     return [one["rule"] for one in judged(client)["bottlenecks"]]
 
 
+def bottleneck(client: Client, rule: str) -> Any:
+    """Return the bottleneck of a rule. On a busy machine, others may stand out beside it."""
+    (one,) = (one for one in judged(client)["bottlenecks"] if one["rule"] == rule)
+    return one
+
+
 def test_a_healthy_shuffle_has_nothing_that_stands_out(enabled: Client) -> None:
     shuffled(enabled)
     found = judged(enabled)
@@ -100,8 +106,7 @@ def test_a_shuffle_that_is_computed_twice_has_not_restarted(
 def test_hot_keys_are_skew(enabled: Client, any_savings: None) -> None:
     # One partition has nine tenths of the rows, and cannot be divided between two workers.
     shuffled(enabled, hot=0.9, n_partitions=6)
-    (one,) = judged(enabled)["bottlenecks"]
-    assert one["rule"] == "skew"
+    one = bottleneck(enabled, "skew")
     assert "output partitions above the mean of 50,000 rows: " in one["evidence"]
 
 
@@ -109,9 +114,9 @@ def test_a_small_limit_is_spilling(any_savings: None) -> None:
     with dask.config.set({"gpurt.shuffle.memory": 2 * MIB}), stock_client(2) as client:
         dask_gpurt.enable(client)
         shuffled(client)
-        (one,) = judged(client)["bottlenecks"]
+        one = bottleneck(client, "spill")
         written = dask_gpurt.status(client)["totals"]["spilled_nbytes"]
-    assert (one["rule"], one["setting"]) == ("spill", "gpurt.shuffle.memory: 0.5")
+    assert one["setting"] == "gpurt.shuffle.memory: 0.5"
     assert written > MIB
 
 
@@ -128,13 +133,12 @@ def test_values_that_do_not_fit_are_waited_for(any_savings: None) -> None:
 
 def test_tiny_partitions_are_small_messages(enabled: Client, any_savings: None) -> None:
     shuffled(enabled, n_partitions=60, rows=50)
-    assert rules(enabled)[0] == "small-messages"
+    assert "small-messages" in rules(enabled)
 
 
 def test_a_type_that_falls_back_is_a_stock_shuffle(enabled: Client) -> None:
     shuffled(enabled, kind=Labelled)
-    # A busy machine may have another cause, too.
-    (one,) = (one for one in judged(enabled)["bottlenecks"] if one["rule"] == "stock-shuffle")
+    one = bottleneck(enabled, "stock-shuffle")
     assert "1 of 1 shuffle ran on stock Dask, mostly: shuffle of " in one["evidence"]
 
 
@@ -149,7 +153,7 @@ def test_a_worker_that_takes_longer_than_others_is_slow(enabled: Client, any_sav
     for worker, n_times in ((other, 1), (slow, 12)):
         jobs = [enabled.submit(busy_times, n_times, n, workers=[worker]) for n in range(6)]
         enabled.gather(jobs)
-    (one,) = (one for one in judged(enabled)["bottlenecks"] if one["rule"] == "slow-worker")
+    one = bottleneck(enabled, "slow-worker")
     assert one["evidence"].startswith(f"{slow} takes ")
 
 
@@ -210,9 +214,8 @@ def test_a_shaped_link_between_hosts_is_slow() -> None:
         with dask.config.set(settings), hosts.cluster(names) as client:
             dask_gpurt.enable(client)
             shuffled(client, rows=400_000)
-            (one,) = judged(client)["bottlenecks"]
+            one = bottleneck(client, "slow-link")
             (run,) = dask_gpurt.status(client)["shuffles"]
-    assert one["rule"] == "slow-link"
     _, nbytes, seconds, bandwidth = run["longest_sender"]
     # On a busy machine, the link waits for processors: only the upper bounds are certain.
     assert 0 < nbytes / seconds <= 1.05 * rate
