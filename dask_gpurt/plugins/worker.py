@@ -37,6 +37,7 @@ from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
 from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.shown.prometheus import ShownShuffles
+from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
@@ -406,6 +407,7 @@ class Attachment:
         )
         worker.handlers.update(self._handlers)
         self._reads = PiecewiseReads()
+        self._sizes = GeometrySizes()
         self._turns = ShortTurns(worker)
         self._transfers = ValueTransfers(
             worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, state.ledger
@@ -463,6 +465,7 @@ class Attachment:
         self._counter_sender.leave()
         self._gc_freeze.close()
         self._reads.uninstall()
+        self._sizes.uninstall()
         self._turns.uninstall()
         self._transfers.uninstall()
         self._shown.uninstall()
