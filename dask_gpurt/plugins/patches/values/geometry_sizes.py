@@ -19,7 +19,6 @@ from typing import Any
 
 from dask.sizeof import sizeof
 
-from dask_gpurt.frames.geo.geometry import geometry_nbytes, is_geometry
 from dask_gpurt.process_patch import ProcessPatch
 
 
@@ -31,6 +30,8 @@ def _measure(
     stock: Callable[[Any], int], columns: Callable[[Any], list[Any]]
 ) -> Callable[[Any], int]:
     """Return a measure that adds the geometries in some columns to Dask's size."""
+    # Not at import: this module brings pyarrow, which most workers do not need.
+    from dask_gpurt.frames.geo.geometry import geometry_nbytes, is_geometry
 
     def measure(value: Any) -> int:
         geometries = [column for column in columns(value) if is_geometry(column.dtype)]
