@@ -224,7 +224,7 @@ def decompose(
         )
     if is_geometry(dtype):
         layout = Layout("geometry", arrow=True, detail=(crs_name(values),))
-        return Column(layout, arrow=arrow_of_geometry(values))
+        return Column(layout, arrow=_chunked(arrow_of_geometry(values)))
     return _decompose_objects(values)
 
 

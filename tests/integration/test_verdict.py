@@ -114,9 +114,9 @@ def test_a_small_limit_is_spilling(any_savings: None) -> None:
     with dask.config.set({"gpurt.shuffle.memory": 2 * MIB}), stock_client(2) as client:
         dask_gpurt.enable(client)
         shuffled(client)
-        one = bottleneck(client, "spill")
+        (one,) = judged(client)["bottlenecks"]
         written = dask_gpurt.status(client)["totals"]["spilled_nbytes"]
-    assert one["setting"] == "gpurt.shuffle.memory: 0.5"
+    assert (one["rule"], one["setting"]) == ("spill", "gpurt.shuffle.memory: 0.5")
     assert written > MIB
 
 
@@ -133,7 +133,7 @@ def test_values_that_do_not_fit_are_waited_for(any_savings: None) -> None:
 
 def test_tiny_partitions_are_small_messages(enabled: Client, any_savings: None) -> None:
     shuffled(enabled, n_partitions=60, rows=50)
-    assert "small-messages" in rules(enabled)
+    assert rules(enabled)[0] == "small-messages"
 
 
 def test_a_type_that_falls_back_is_a_stock_shuffle(enabled: Client) -> None:
@@ -214,8 +214,9 @@ def test_a_shaped_link_between_hosts_is_slow() -> None:
         with dask.config.set(settings), hosts.cluster(names) as client:
             dask_gpurt.enable(client)
             shuffled(client, rows=400_000)
-            one = bottleneck(client, "slow-link")
+            (one,) = judged(client)["bottlenecks"]
             (run,) = dask_gpurt.status(client)["shuffles"]
+    assert one["rule"] == "slow-link"
     _, nbytes, seconds, bandwidth = run["longest_sender"]
     # On a busy machine, the link waits for processors: only the upper bounds are certain.
     assert 0 < nbytes / seconds <= 1.05 * rate

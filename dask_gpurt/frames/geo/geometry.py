@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dask_gpurt.frames.adapter import mean_nbytes
+
 #: Bytes of a geometry besides its coordinates: objects of Python and of GEOS. By the growth of a
 #: process with shapely 2.2, they are 192 for a point and 288 for a polygon.
 _GEOMETRY_NBYTES = 250
 #: By the same growth: 696 bytes for a polygon of 17 corners, 1,847 for one of 65.
 _COORDINATE_NBYTES = 24
-#: Geometries measured per column.
-_MOST_MEASURED = 500
 
 
 def is_geometry(dtype: Any) -> bool:
@@ -30,14 +30,13 @@ def is_geometry(dtype: Any) -> bool:
     return kind.__name__ == "GeometryDtype" and kind.__module__.startswith("geopandas.")
 
 
-def arrow_of_geometry(values: Any) -> pa.ChunkedArray:
+def arrow_of_geometry(values: Any) -> pa.Array | pa.ChunkedArray:
     """Return the geometries of a `GeometryArray` as WKB. A missing geometry is a missing value."""
     import shapely
 
     # Offsets of 64 bits: shapes of coasts or rivers have megabytes each.
     written = shapely.to_wkb(np.asarray(values), include_srid=True)
-    array = pa.array(written, type=pa.large_binary())
-    return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
+    return pa.array(written, type=pa.large_binary())
 
 
 def geometry_of_arrow(array: pa.Array, crs: str) -> Any:
@@ -53,12 +52,10 @@ def geometry_nbytes(values: Any) -> int:
     """Return the bytes of the objects in a `GeometryArray`, from a sample."""
     import shapely
 
-    geometries = np.asarray(values)
-    sample = geometries[:: -(-len(geometries) // _MOST_MEASURED) or 1]
-    if not len(sample):
-        return 0
-    each = _GEOMETRY_NBYTES + _COORDINATE_NBYTES * shapely.get_num_coordinates(sample).mean()
-    return int(each * len(geometries))
+    def nbytes(geometry: Any) -> int:
+        return _GEOMETRY_NBYTES + _COORDINATE_NBYTES * int(shapely.get_num_coordinates(geometry))
+
+    return int(mean_nbytes(np.asarray(values), nbytes) * len(values))
 
 
 def crs_name(values: Any) -> str:

@@ -36,6 +36,7 @@ from dask_gpurt.shuffle.plan import SHARD_TARGET_NBYTES, ExchangePlan, RowsBySlo
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
+    from dask_gpurt.frames.pandas_ import PandasFrames
     from dask_gpurt.plugins.patches.p2p import ShuffleWorkerPlugin
 
 
@@ -116,15 +117,17 @@ def _padded(rows: Sequence[int], n_partitions: int) -> tuple[int, ...]:
 def _open_pandas(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.pandas_ import PandasFrames
 
-    return PandasFrames(
-        spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads)
-    )
+    return _open_in_host_memory(PandasFrames, spec)
 
 
 def _open_geo(spec: FrameSpec) -> FrameAdapter:
     from dask_gpurt.frames.geo.geo_frames import GeoFrames
 
-    return GeoFrames(spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads))
+    return _open_in_host_memory(GeoFrames, spec)
+
+
+def _open_in_host_memory(frames: type[PandasFrames], spec: FrameSpec) -> FrameAdapter:
+    return frames(spec.meta, spec.column, spec.drop_column, safe_sizeof, Pickling(dumps, loads))
 
 
 def _open_cudf(spec: FrameSpec) -> FrameAdapter:

@@ -47,7 +47,7 @@ def _measure_geometries() -> Callable[[], None]:
     def register() -> None:
         # Dask asks again for the same package below.
         sizeof._lazy.pop("geopandas", None)
-        # Whoever made the value that Dask measures has imported it.
+        # The maker of the measured value has imported it.
         geopandas = sys.modules["geopandas"]
         for kind, columns in (
             (geopandas.GeoDataFrame, _columns),
