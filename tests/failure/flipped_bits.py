@@ -43,10 +43,10 @@ from dask_gpurt.errors import (
     TransportError,
 )
 from dask_gpurt.frames.adapter import Packed, Piece, Selection
-from dask_gpurt.frames.arrays import Arrays
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.rechunking import Rechunking
 from dask_gpurt.frames.flat.values import flatten, restore
 from dask_gpurt.frames.pandas_ import PandasFrames
-from dask_gpurt.frames.rechunking import Rechunking
 from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.metrics import Counters
 from dask_gpurt.shuffle import messages

@@ -269,7 +269,7 @@ ARRAY = f"{EmulatedArray.__module__}.{EmulatedArray.__qualname__}"
 
 
 class EmulatedArrays:
-    """The `DeviceArrays` of `frames.arrays` over NumPy."""
+    """The `DeviceArrays` of `frames.chunks` over NumPy."""
 
     def __init__(self, room):
         self.room = room

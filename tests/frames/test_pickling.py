@@ -15,13 +15,13 @@ from dask.array.core import concatenate3
 from distributed.protocol.pickle import dumps, loads
 
 from dask_gpurt.frames.adapter import Piece, Selection
-from dask_gpurt.frames.arrays import Arrays
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.rechunking import Rechunking
 from dask_gpurt.frames.columns import Categories, compose_categorical, decompose
 from dask_gpurt.frames.gather import RowCounts
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.rechunking import Rechunking
 
 N_ROWS = 1000
 DASKS = Pickling(dumps, loads)

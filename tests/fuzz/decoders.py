@@ -26,12 +26,13 @@ from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.encoded_shards import SectionEntry, decode_shard, pack_table, unpack_table
 from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TraceError
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, fresh
-from dask_gpurt.frames.arrays import Arrays, ChunkLayout
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.chunk_layout import ChunkLayout
+from dask_gpurt.frames.chunks.rechunking import Rechunking
 from dask_gpurt.frames.flat import values
 from dask_gpurt.frames.gather import group_rows
 from dask_gpurt.frames.pandas_ import PandasFrames
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.rechunking import Rechunking
 from dask_gpurt.memory.files import value_file
 from dask_gpurt.shuffle import messages
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload

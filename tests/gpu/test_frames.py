@@ -18,10 +18,10 @@ import pytest
 
 from dask_gpurt.devices.device_budget import DeviceBudget
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, on_host
-from dask_gpurt.frames.arrays import Arrays
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.rechunking import Rechunking
 from dask_gpurt.frames.device.device_contents import DeviceColumn
 from dask_gpurt.frames.device.device_frames import DeviceFrames
-from dask_gpurt.frames.rechunking import Rechunking
 from tests.conformance.frame_suite import FrameSuite
 from tests.frames.device.test_device_contents import COLUMNS, MEMORY_NBYTES, N_ROWS
 from tests.frames.emulated_device import EmulatedMemory
@@ -360,7 +360,7 @@ class TestMemory:
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_cupy_arrays_are_cut_and_joined(order, leaves, has_room):
     # This import needs distributed.
-    blocks = pytest.importorskip("tests.frames.test_rechunking").blocks
+    blocks = pytest.importorskip("tests.frames.chunks.test_rechunking").blocks
     old, new = ((4, 4), (9,)), ((8,), (2, 2, 5))
     whole = np.random.default_rng(1).random((8, 9))
     room = CupyMemory.empty if has_room else no_room

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dask_gpurt
-from tests.frames.test_arrays import DTYPES, PICKLED, values
-from tests.frames.test_rechunking import rechunkings
+from tests.frames.chunks.test_arrays import DTYPES, PICKLED, values
+from tests.frames.chunks.test_rechunking import rechunkings
 from tests.integration.comparing import runs
 
 

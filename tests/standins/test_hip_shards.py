@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dask_gpurt.frames.adapter import Piece, on_host
-from dask_gpurt.frames.arrays import Arrays
-from dask_gpurt.frames.rechunking import Rechunking
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.rechunking import Rechunking
 from tests.standins.hip_faults import counted
 
 #: Two input chunks of 64 rows, cut by columns into four outputs.

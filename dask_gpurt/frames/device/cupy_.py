@@ -59,7 +59,7 @@ class CupyMemory:
 
 
 class CupyArrays:
-    """The `DeviceArrays` of `frames.arrays` for CuPy."""
+    """The `DeviceArrays` of `frames.chunks` for CuPy."""
 
     def __init__(self, room: DeviceAllocator) -> None:
         self.room = room

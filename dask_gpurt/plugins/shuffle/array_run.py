@@ -1,6 +1,6 @@
 """Array rechunks: the spec that replaces the stock one, and the run it creates.
 
-`frames.rechunking` and `frames.arrays` cut chunks along the new chunking. An input chunk is an
+`frames.chunks` cuts chunks along the new chunking. An input chunk is an
 input partition, and `exchange_run` does the rest. A run carries chunks of any array type. So it
 needs no sample before it begins; the stock spec describes none.
 """
@@ -18,9 +18,11 @@ from distributed.protocol.pickle import dumps, loads
 
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.frames.adapter import DEVICE_SHARD_NBYTES, Piece
-from dask_gpurt.frames.arrays import Arrays, DeviceArrays, Part
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.device_arrays import DeviceArrays
+from dask_gpurt.frames.chunks.open_chunk import Part
+from dask_gpurt.frames.chunks.rechunking import Index, Rechunking
 from dask_gpurt.frames.pickling import Pickling
-from dask_gpurt.frames.rechunking import Index, Rechunking
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
 from dask_gpurt.plugins.patches.worker_memory import safe_sizeof

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.frames.adapter import Packed, Piece, on_host
-from dask_gpurt.frames.arrays import Arrays, ChunkLayout, PickledBody
-from dask_gpurt.frames.rechunking import Rechunking
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.chunk_layout import ChunkLayout
+from dask_gpurt.frames.chunks.open_chunk import PickledBody
+from dask_gpurt.frames.chunks.rechunking import Rechunking
+from tests.frames.chunks.test_rechunking import blocks, rechunkings
 from tests.frames.emulated_device import ARRAY, EmulatedArray, EmulatedArrays, EmulatedMemory
-from tests.frames.test_rechunking import blocks, rechunkings
 
 
 def no_room(nbytes):

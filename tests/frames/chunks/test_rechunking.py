@@ -11,7 +11,7 @@ from distributed.shuffle._rechunk import split_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.frames.rechunking import Axis, Rechunking, filled
+from dask_gpurt.frames.chunks.rechunking import Axis, Rechunking, filled
 
 
 @st.composite

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.frames.adapter import Packed, Piece
-from dask_gpurt.frames.arrays import Arrays, ChunkLayout, PickledBody, PlainBody
-from dask_gpurt.frames.rechunking import Rechunking
-from tests.frames.test_rechunking import blocks, rechunkings
+from dask_gpurt.frames.chunks.arrays import Arrays
+from dask_gpurt.frames.chunks.chunk_layout import ChunkLayout
+from dask_gpurt.frames.chunks.open_chunk import PickledBody, PlainBody
+from dask_gpurt.frames.chunks.rechunking import Rechunking
+from tests.frames.chunks.test_rechunking import blocks, rechunkings
 
 DTYPES = [
     "f8",
