@@ -34,7 +34,7 @@ import dask_gpurt
 from benchmarks.harness import arguments, machine
 from dask_gpurt import config
 from dask_gpurt.plugins.shuffle.messenger import Messenger
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle import credits
 from dask_gpurt.shuffle.credits import RecentSenders
 from dask_gpurt.transport.sending.outbox import Outbox

@@ -94,7 +94,7 @@ def entries_since(dask_worker: Worker, began_s: float) -> list[tuple[Any, ...]]:
 
     All processes of this machine have the same clock, so the client's time can be compared.
     """
-    from dask_gpurt.plugins.worker import runtime_of
+    from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 
     return [tuple(one) for one in runtime_of(dask_worker).ledger.entries() if one.end_s > began_s]
 

@@ -147,7 +147,7 @@ async def status_of_all(n_open: int) -> Measured:
             Worker(scheduler.address, nthreads=2, memory_limit="8 GiB", dashboard=False) as worker,
         ):
             plugin = scheduler.plugins["gpurt"]
-            while not plugin.ready:
+            while not plugin.readiness.ready:
                 await asyncio.sleep(0.01)
             frames, heartbeats = await reports_of_all(worker, n_open)
             return await status_from(plugin, frames, heartbeats)

@@ -32,7 +32,7 @@ from benchmarks.harness import arguments, settle, write_json
 from benchmarks.hosts import NETWORK, cluster, hosts, shape
 from benchmarks.latency import slow_way
 from benchmarks.shuffle import frame, numbers_part
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.routing import host_of
 
 WAYS = ("direct", "two-level")

@@ -34,7 +34,7 @@ async def dask_setup(node: Any) -> None:
 
             await activation.on_connect(node)
         elif "Scheduler" in role:
-            from dask_gpurt.plugins import scheduler_start
+            from dask_gpurt.plugins.scheduler import scheduler_start
 
             await scheduler_start.on_start(node)
     except Exception as error:

@@ -20,7 +20,7 @@ import pytest
 from distributed import Client, LocalCluster, Nanny, utils_test
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport.ucx_thread import UcxThread
 from tests.thoroughness import left_out
 

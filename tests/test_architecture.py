@@ -212,7 +212,7 @@ PATCHES_ELSEWHERE = {
     # Its workers are `SimulatedWorker`, of this package.
     "plugins/simulation/simulated_run.py": {"worker.alive ="},
     # Its state is `WorkerRuntime`, of this package.
-    "plugins/worker.py": {"self.state.final_close ="},
+    "plugins/worker/attachment.py": {"self.state.final_close ="},
 }
 
 

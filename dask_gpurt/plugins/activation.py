@@ -103,7 +103,7 @@ async def activate(client: Client, settings: config.Settings) -> None:
 
 
 async def _register(client: Client, settings: config.Settings) -> None:
-    from dask_gpurt.plugins.scheduler import GpurtScheduler
+    from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler
 
     plugin = GpurtScheduler(settings, dask_gpurt.__version__)
     try:

@@ -168,7 +168,7 @@ class GpurtWorker(WorkerPlugin):
             return "; ".join(one for one in (reason, differs) if one is not None)
         try:
             from dask_gpurt.config import Settings
-            from dask_gpurt.plugins.worker import Attachment
+            from dask_gpurt.plugins.worker.attachment import Attachment
 
             self._attachment = Attachment(worker, Settings.from_plain(self._settings))
         except ImportError as error:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
     from dask_gpurt.plugins.placement.placer import Placement
-    from dask_gpurt.plugins.worker import WorkerRuntime
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 
 #: Seconds after which a test stops waiting and fails.
 DEADLINE_S = 150.0

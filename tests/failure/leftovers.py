@@ -13,7 +13,7 @@ from typing import Any
 from distributed import Status
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.failure.gates import DEADLINE_S
 
 _PACKAGE = os.path.dirname(dask_gpurt.__file__) + os.sep

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.conftest import stock_client
 from tests.failure.gates import DEADLINE_S

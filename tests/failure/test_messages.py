@@ -17,7 +17,7 @@ from distributed.comm import CommClosedError
 import dask_gpurt
 from dask_gpurt.errors import TransportError
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.messages import Message
 from tests.failure import gates
 from tests.failure.gates import Gate

@@ -26,7 +26,7 @@ import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import P2POutOfDiskError, barrier_key
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.shuffle.run_control import RunControl
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle import shards, spill_file
 from tests.conftest import stock_client
 from tests.failure import gates
@@ -307,7 +307,7 @@ def wait_for_some(futures, n_done):
 
 def scheduler_is_at_run(client, n_runs):
     async def begun(dask_scheduler):
-        while sum(dask_scheduler.plugins["gpurt"].runs.values()) < n_runs:
+        while sum(dask_scheduler.plugins["gpurt"].planes.runs.values()) < n_runs:
             await asyncio.sleep(0)
 
     client.run_on_scheduler(begun)

@@ -185,7 +185,7 @@ async def test_workers_are_asked_only_while_someone_looks(c, s, a, b):
     await read_json(s)
     assert sorted(asked) == sorted([a.address, b.address])
     plugin = s.plugins["gpurt"]
-    gatherer = gathering.Gatherer(s, plugin.status, plugin.ready, plugin.tally)
+    gatherer = gathering.Gatherer(s, plugin.status, plugin.readiness.ready, plugin.tally)
     first, second = await asyncio.gather(gatherer.fresh(), gatherer.fresh())
     # Several who look at once are answered with the same data.
     assert first is second

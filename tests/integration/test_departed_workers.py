@@ -175,7 +175,7 @@ def amounts(status):
 
 
 def _ready(dask_scheduler):
-    return len(dask_scheduler.plugins["gpurt"].ready)
+    return len(dask_scheduler.plugins["gpurt"].readiness.ready)
 
 
 def told_of(client):

@@ -22,7 +22,7 @@ from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.plugins.shuffle.array_run import DEVICE_ARRAYS
 from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS
 from dask_gpurt.plugins.shuffle.transports import UcxTransport
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower
 from dask_gpurt.transport.ucx import UcxEngine

@@ -14,7 +14,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.integration.comparing import collection, partitions
 
 N_INPUTS = 6

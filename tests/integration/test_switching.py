@@ -18,14 +18,14 @@ import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
-from dask_gpurt.plugins.scheduler import GpurtScheduler, activation_lock
+from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler, activation_lock
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
 
 #: For tests in which nothing may wait for a silent worker: such a wait exceeds the test's time.
-waits_do_not_end = patch("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 1_000.0)
+waits_do_not_end = patch("dask_gpurt.plugins.scheduler.readiness.JOIN_TIMEOUT_S", 1_000.0)
 
 
 @pytest.mark.parametrize("owns_loop", [False, True])
@@ -75,24 +75,24 @@ def held_up(worker):
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_silent_worker_does_not_delay_enabling(c, s, a, b, monkeypatch):
     """Its event loop may be blocked for minutes; it takes part once it responds."""
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.readiness.JOIN_TIMEOUT_S", 0.05)
     comes_to = held_up(b)
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
-    assert plugin.ready == {a.address}
+    assert plugin.readiness.ready == {a.address}
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     shuffled = collection(frames).shuffle("a", npartitions=2).a.sum()
     assert await c.compute(shuffled) == sum(range(40))
-    assert (plugin.runs["gpurt"], plugin.runs["stock"]) == (0, 1)
+    assert (plugin.planes.runs["gpurt"], plugin.planes.runs["stock"]) == (0, 1)
     assert (await dask_gpurt.status(c))["not_ready"].keys() == {b.address}
     comes_to.set()
-    await async_poll_for(lambda: plugin.ready == {a.address, b.address}, timeout=60)
-    assert not plugin.not_ready
+    await async_poll_for(lambda: plugin.readiness.ready == {a.address, b.address}, timeout=60)
+    assert not plugin.readiness.not_ready
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_message_queued_on_a_worker_is_not_left_behind(c, s, a, b, monkeypatch):
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.readiness.JOIN_TIMEOUT_S", 0.05)
     comes_to = held_up(b)
     await dask_gpurt.enable(c)
     disabled = asyncio.ensure_future(dask_gpurt.disable(c))
@@ -109,7 +109,9 @@ async def test_client_of_another_version_does_not_block_others(c, s, a, b, monke
             super().__init__(settings, "0.0.9")
 
     with monkeypatch.context() as other:
-        other.setattr("dask_gpurt.plugins.scheduler.GpurtScheduler", OfAnotherVersion)
+        other.setattr(
+            "dask_gpurt.plugins.scheduler.gpurt_scheduler.GpurtScheduler", OfAnotherVersion
+        )
         with pytest.raises(ActivationError, match=r"dask-gpurt==0\.0\.9"):
             await dask_gpurt.enable(c)
     assert "gpurt_status" not in s.handlers and "gpurt" not in s.plugins
@@ -125,12 +127,12 @@ async def test_departed_worker_does_not_delay_enabling(c, s, a, b):
     enabled = asyncio.ensure_future(dask_gpurt.enable(c))
     await async_poll_for(lambda: "gpurt_status" in s.handlers, timeout=60)
     plugin = s.extensions["gpurt"]
-    await async_poll_for(lambda: plugin.ready == {a.address}, timeout=60)
-    waits = asyncio.ensure_future(plugin._wait_for_reports())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=60)
+    await async_poll_for(lambda: plugin.readiness.ready == {a.address}, timeout=60)
+    waits = asyncio.ensure_future(plugin.readiness.wait())
+    await async_poll_for(lambda: plugin.readiness._reported._waiters, timeout=60)
     await b.close()
     await waits
-    assert not plugin.not_ready
+    assert not plugin.readiness.not_ready
     comes_to.set()
     await enabled
 
@@ -142,13 +144,13 @@ async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     await dask_gpurt.enable(c)
     plugin = s.plugins["gpurt"]
     # The worker looks like one that is joining and has not reported yet.
-    plugin.ready.discard(b.address)
+    plugin.readiness.ready.discard(b.address)
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     total = c.compute(collection(frames).shuffle("a", npartitions=2).a.sum())
-    await async_poll_for(lambda: plugin._reported._waiters, timeout=60)
+    await async_poll_for(lambda: plugin.readiness._reported._waiters, timeout=60)
     await dask_gpurt.disable(c)
     assert await total == sum(range(40))
-    assert not plugin.runs and not plugin.fallbacks and not plugin.not_ready
+    assert not plugin.planes.runs and not plugin.planes.fallbacks and not plugin.readiness.not_ready
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
@@ -158,9 +160,9 @@ async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
     plugin, heard, plugin_remove = s.plugins["gpurt"], [], b.handlers["plugin-remove"]
 
     async def report_first(**message):
-        plugin.ready.discard(b.address)
+        plugin.readiness.ready.discard(b.address)
         await b.scheduler.gpurt_worker_ready(worker=b.address, problem=None)
-        heard.append(b.address in plugin.ready)
+        heard.append(b.address in plugin.readiness.ready)
         return await plugin_remove(**message)
 
     b.handlers["plugin-remove"] = report_first
@@ -279,7 +281,7 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         await dask_gpurt.enable(c)
     assert logged.getvalue().count("the 1 that run keep theirs") == 1
     async with Worker(s.address, nthreads=1, memory_limit="16 GiB") as b:
-        await async_poll_for(lambda: b.address in s.plugins["gpurt"].ready, timeout=60)
+        await async_poll_for(lambda: b.address in s.plugins["gpurt"].readiness.ready, timeout=60)
         reports = (await dask_gpurt.status(c))["workers"]
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
     assert said[b.address].startswith(str(tmp_path))
@@ -345,7 +347,7 @@ async def test_closed_worker_is_not_kept_alive(s):
         "gpurt_collective_abort": {"name": "one", "failure": GroupFailure("failed").plain()},
     }
     async with Worker(s.address) as worker:
-        await async_poll_for(lambda: s.plugins["gpurt"].ready, timeout=60)
+        await async_poll_for(lambda: s.plugins["gpurt"].readiness.ready, timeout=60)
         arguments["gpurt_probe"]["source"] = worker.address
         arguments["gpurt_broadcast_join"]["workers"] = ["tcp://127.0.0.9:1", worker.address]
         assert arguments.keys() == handlers(worker)

@@ -20,7 +20,7 @@ from dask_gpurt.errors import TraceFileError, TraceInProgressError, TracingError
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.tracing import traced_worker
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.tracing.lane_names import FETCH, PHASE, RELAY
 from tests.integration.traced import (
     N_PARTS,

@@ -14,9 +14,9 @@ from distributed import Client, LocalCluster
 from distributed.security import Security
 
 import dask_gpurt
-from dask_gpurt.plugins import worker
 from dask_gpurt.plugins.shuffle import worker_ucx
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker import worker_runtime
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport import shared
 from dask_gpurt.transport.ucx import UcxEngine
 from tests.codecs.test_nvcomp import emulated
@@ -117,7 +117,7 @@ def test_comm_uses_only_the_connections_of_dask(client):
 @pytest.fixture
 def nvcomp_alone(monkeypatch):
     """Make the codecs of an emulated device the only ones."""
-    monkeypatch.setattr(worker, "HOST_CODECS", {})
+    monkeypatch.setattr(worker_runtime, "HOST_CODECS", {})
     with emulated(monkeypatch):
         yield
 

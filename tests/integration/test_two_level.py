@@ -15,7 +15,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.plugins.shuffle import peer_connections
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.relay import Relay
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.routing import host_of
 
 #: Two addresses of this machine stand for two hosts.

@@ -29,7 +29,7 @@ from distributed.shuffle._core import ShuffleSpec
 
 from dask_gpurt.plugins.patches.worker_memory import StoreSwap
 from dask_gpurt.plugins.placement.placer import Placement
-from dask_gpurt.plugins.scheduler import GpurtScheduler
+from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler
 from dask_gpurt.plugins.shuffle.array_run import ArraySpec
 from dask_gpurt.plugins.shuffle.frame_run import ADAPTERS, FrameSpec, frame_kind
 from tests.upstream import clone

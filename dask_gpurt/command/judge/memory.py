@@ -1,7 +1,7 @@
 """``dask gpurt memory``: what takes the memory of each worker's process, and what would free it.
 
-`plugins.memory_parts` measures on the workers. Of a worker that cannot run it, as without this
-package, Dask's own figures are shown.
+`plugins.worker.memory_parts` measures on the workers. Of a worker that cannot run it, as without
+this package, Dask's own figures are shown.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _measured(client: Any, wanted: str | None) -> dict[str, Any]:
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.plugins import bootstrap
-    from dask_gpurt.plugins.memory_parts import memory_parts
+    from dask_gpurt.plugins.worker.memory_parts import memory_parts
 
     known = (await client.scheduler.identity(n_workers=-1))["workers"]
     chosen = {
@@ -137,14 +137,14 @@ def as_text(found: Mapping[str, Mapping[str, Any]], width: int | None = None) ->
 
 
 def _advice(names: Mapping[str, None], width: int | None) -> list[str]:
-    from dask_gpurt.plugins.memory_parts import PARTS
+    from dask_gpurt.plugins.worker.memory_parts import PARTS
 
     rows = [(meaning, advice) for name, (meaning, advice) in PARTS.items() if name in names]
     return aligned(rows, "  ", width)
 
 
 def _worker(address: str, one: Mapping[str, Any], width: int | None) -> list[str]:
-    from dask_gpurt.plugins.memory_parts import PARTS
+    from dask_gpurt.plugins.worker.memory_parts import PARTS
 
     limit = f" of {format_bytes(one['limit_nbytes'])}" if one["limit_nbytes"] else ", no limit"
     state = "on" if one["active"] else "off here"

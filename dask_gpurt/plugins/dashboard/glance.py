@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from dask_gpurt.plugins.memory.manager import ManagedMemory
-    from dask_gpurt.plugins.worker import WorkerRuntime
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 #: Path of inputs that tasks fetch from other workers over Dask's own connections.
 INPUTS = "inputs"

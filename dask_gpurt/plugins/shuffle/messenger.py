@@ -39,7 +39,7 @@ from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
-from dask_gpurt.plugins.worker import RunLike, runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import RunLike, runtime_of
 from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.envelope import is_envelope
 from dask_gpurt.shuffle.messages import Message, Outgoing

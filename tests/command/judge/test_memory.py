@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, Event, LocalCluster, get_worker, wait
 
 import dask_gpurt
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import stock_client
 from tests.failure.gates import until

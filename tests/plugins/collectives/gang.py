@@ -10,7 +10,7 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.collectives.choice import RankGroup
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 
 #: Three addresses of this machine stand for three hosts.
 HOSTS = [("127.0.0.1", 1)] * 2 + [("127.0.0.2", 1)] * 2 + [("127.0.0.3", 1)]

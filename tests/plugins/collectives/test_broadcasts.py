@@ -12,7 +12,7 @@ from distributed.utils_test import gen_cluster
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.collectives.broadcasts import broadcast_run, worker_broadcasts
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.routing import host_of
 
 #: Three addresses of this machine stand for three hosts.

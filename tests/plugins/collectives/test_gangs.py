@@ -174,8 +174,8 @@ async def test_workers_that_cannot_run_are_named(c, s, a, b):
         with pytest.raises(GangError, match=f"the worker at {b.address} has 0 threads"):
             await comm.run(ranks)
         s.workers[b.address].nthreads = 1
-        s.plugins["gpurt"].ready.discard(a.address)
-        s.plugins["gpurt"].not_ready[a.address] = "another version"
+        s.plugins["gpurt"].readiness.ready.discard(a.address)
+        s.plugins["gpurt"].readiness.not_ready[a.address] = "another version"
         with pytest.raises(GangError, match="dask_gpurt does not run on"):
             await comm.run(ranks)
     for workers, text in ((["nowhere"], "no worker 'nowhere'"), ([], "no worker")):

@@ -12,7 +12,7 @@ from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
 from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.plugins.collectives.gang import assert_nothing_stays, forced, on_cluster
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]

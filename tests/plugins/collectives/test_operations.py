@@ -9,7 +9,7 @@ import pytest
 
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.command.status import as_text
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.plugins.collectives.gang import (
     ALGORITHMS,
     assert_nothing_stays,

@@ -20,7 +20,7 @@ import dask_gpurt
 from dask_gpurt.config import read
 from dask_gpurt.plugins.patches.shown import memory_metrics
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.integration.held_exchanges import all_moved, held, shuffled
 
 MIB = 1 << 20

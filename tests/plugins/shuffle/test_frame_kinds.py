@@ -125,7 +125,8 @@ def test_series_has_no_adapter():
 
 def test_frames_of_the_host_import_no_gpu_library():
     script = (
-        "import sys, dask_gpurt.plugins.scheduler, dask_gpurt.plugins.worker\n"
+        "import sys, dask_gpurt.plugins.scheduler.gpurt_scheduler\n"
+        "import dask_gpurt.plugins.worker.attachment\n"
         "print(sorted({'cudf', 'cupy', 'pylibcudf', 'nvidia'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dask_gpurt.devices.host_memory.pool import HostPool
     from dask_gpurt.plugins.collectives.groups.group_messages import Subject
     from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
-    from dask_gpurt.plugins.worker import WorkerRuntime
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
 

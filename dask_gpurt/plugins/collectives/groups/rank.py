@@ -39,7 +39,7 @@ from dask_gpurt.plugins.collectives.groups.torch_start import (
 )
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.request_checks import MAX_PROBLEM
-from dask_gpurt.plugins.worker import runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:

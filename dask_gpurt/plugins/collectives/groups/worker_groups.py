@@ -29,7 +29,7 @@ from dask_gpurt.tracing.lane_names import COLLECTIVE
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from dask_gpurt.plugins.worker import WorkerRuntime
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
 

@@ -1,9 +1,8 @@
-"""The scheduler's side of the runtime: worker readiness, choice of data plane, placement.
+"""The scheduler's side of the runtime: its life, its handlers, and its status.
 
 Activation registers this plugin. The scheduler then sends a bootstrap plugin to every present and
-future worker. A shuffle run uses our data plane if every worker is ready and an adapter supports
-its data. Otherwise stock Dask runs it; the plugin counts the reason and logs it once. If
-`gpurt.strict` is true, the run fails instead.
+future worker. `readiness` collects their reports, `data_plane_choice` decides about shuffle runs,
+and `plugins.placement` about tasks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
@@ -23,7 +21,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 import dask_gpurt
 from dask_gpurt.config import Settings
-from dask_gpurt.errors import ActivationError, StrictFallbackError
+from dask_gpurt.errors import ActivationError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
 from dask_gpurt.plugins.bootstrap import NAME
@@ -37,6 +35,9 @@ from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.placement.roots.fewer_tasks import FewerTasks
+from dask_gpurt.plugins.scheduler import readiness
+from dask_gpurt.plugins.scheduler.data_plane_choice import DataPlaneChoice
+from dask_gpurt.plugins.scheduler.readiness import Readiness
 from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
 from dask_gpurt.plugins.weak_handlers import Handler, weak_handler, weak_handlers
@@ -48,17 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dask_gpurt")
 
-#: Longest wait for joining workers: at activation, and before a new shuffle run.
-JOIN_TIMEOUT_S = 10.0
 #: Longest wait for a worker's report, or for its answer to `explain`.
 ANSWER_DEADLINE_S = 5.0
 #: Share of the scheduler's time for telling workers when their values are needed next.
 NEXT_USES_SHARE = 0.1
 #: Share of the scheduler's time that programs may take to poll its status.
 POLLS_SHARE = 0.02
-#: Most shuffles whose sketch is kept, in case they restart.
-MAX_SKETCHES = 256
-
 #: A lock for each scheduler, held while the runtime is switched on or off. Without it, a second
 #: activation would save the patches of the first one as stock Dask's functions.
 _activation_locks: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
@@ -122,18 +118,13 @@ class GpurtScheduler(SchedulerPlugin):
         self.activation = uuid4().hex
         self.is_active = False
         self.inactive_reason: str | None = self._why_unusable()
-        self.ready: set[str] = set()
-        self.not_ready: dict[str, str] = {}
-        self.runs: Counter[str] = Counter()
-        self.fallbacks: Counter[tuple[str, str]] = Counter()
-        self._sketches: OrderedDict[str, list[int]] = OrderedDict()
+        self.readiness = Readiness(scheduler)
+        self.planes = DataPlaneChoice(scheduler, self.readiness)
         self._pace, self._polls = Pace(NEXT_USES_SHARE), Pace(POLLS_SHARE)
-        #: Set and replaced whenever a worker reports or leaves.
-        self._reported = asyncio.Event()
         self.placement: Placement | None = None
         self.collectives: ClusterCollectives | None = None
         self.tally = CounterReceiver.at(scheduler)
-        self.machines = Machines(scheduler, self.ready)
+        self.machines = Machines(scheduler, self.readiness.ready)
         # The extension keeps this plugin, which answers after `disable` too.
         scheduler.extensions[NAME] = self
         scheduler.handlers["gpurt_status"] = weak_handler(self.status)
@@ -154,19 +145,19 @@ class GpurtScheduler(SchedulerPlugin):
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
         self._start_placement()
-        gatherer = Gatherer(scheduler, self.status, self.ready, self.tally)
+        gatherer = Gatherer(scheduler, self.status, self.readiness.ready, self.tally)
         methods: list[Handler] = [self.configure, self.counted, self.disable, self.explain]
-        methods += [self.next_uses, self.sketch, self.topology, self.worker_ready]
+        methods += [self.next_uses, self.planes.sketch, self.topology, self.worker_ready]
         self._handlers = weak_handlers(*methods, prefix="gpurt_")
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
         self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
-        takes_part = self.ready.__contains__
-        swap = p2p.SpecSwap(scheduler, self._choose, self._wait_for_reports, takes_part)
+        takes_part = self.readiness.ready.__contains__
+        swap = p2p.SpecSwap(scheduler, self._choose, self.readiness.wait, takes_part)
         self._replaced: list[Any] = [swap, self._restarts, OutputOwners(scheduler)]
         self._replaced.append(FewerTasks(scheduler))
         if self.settings.collectives.enabled:
-            told = self.ready, self._wait_for_reports, lambda: self.settings
+            told = self.readiness.ready, self.readiness.wait, lambda: self.settings
             self.collectives = ClusterCollectives(scheduler, *told)
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
@@ -180,7 +171,7 @@ class GpurtScheduler(SchedulerPlugin):
         self._registering_workers = asyncio.ensure_future(telling)
         # A worker whose event loop is blocked gets the plugin later. Until then it is not ready.
         self._registering_workers.add_done_callback(_log_failure)
-        await asyncio.wait({self._registering_workers}, timeout=JOIN_TIMEOUT_S)
+        await asyncio.wait({self._registering_workers}, timeout=readiness.JOIN_TIMEOUT_S)
 
     def _why_unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
@@ -268,7 +259,7 @@ class GpurtScheduler(SchedulerPlugin):
         return {**said, "memory": where.received, "silent": where.silent}
 
     async def _where(self, key: Any) -> Answers:
-        asked = sorted(holding_workers(self.scheduler.tasks.get(key)) & self.ready)
+        asked = sorted(holding_workers(self.scheduler.tasks.get(key)) & self.readiness.ready)
         answers = await ask(self.scheduler, "gpurt_explain", asked, ANSWER_DEADLINE_S, key=key)
         return answers._replace(received=answers.reports())
 
@@ -287,7 +278,7 @@ class GpurtScheduler(SchedulerPlugin):
         for one in (*self._replaced, self.gpurt_page):
             one.uninstall()
         self._stop_placement()
-        self._wake_waiting_runs()
+        self.readiness.close()
         # `gpurt_status` stays: it tells clients that the runtime is off, and why. The `lasting`
         # handlers stay until all workers have detached: until then, workers may report, send
         # their final counters, and ask when values are needed next.
@@ -328,16 +319,11 @@ class GpurtScheduler(SchedulerPlugin):
         request_checks.problem(problem)
         if not self.is_active or worker not in self.scheduler.workers:
             return  # the runtime is off, or the worker left: nothing would remove an entry
-        self.not_ready.pop(worker, None)
+        self.readiness.report(worker, problem)
         if problem is None:
-            self.ready.add(worker)
             self.tally.begin(self.scheduler.workers[worker].server_id, worker)
-        else:
-            self.not_ready[worker] = problem
-            logger.error("%s", problem)
-        if not self._unreported():
+        if not self.readiness.unreported():
             self.machines.workers_changed()
-        self._wake_waiting_runs()
 
     async def counted(self, worker: str, said: Any) -> None:
         """Handler: record the final counters of a worker (by its id) that closes or detaches."""
@@ -353,75 +339,13 @@ class GpurtScheduler(SchedulerPlugin):
             self.placement.remove_worker(worker)
         self.machines.remove_worker(worker)
         self.tally.leave(worker)
-        self.ready.discard(worker)
-        self.not_ready.pop(worker, None)
-        # Runs may have waited only for the report of this worker.
-        self._wake_waiting_runs()
-
-    def _wake_waiting_runs(self) -> None:
-        self._reported.set()
-        self._reported = asyncio.Event()
-
-    def _unreported(self) -> set[str]:
-        return set(self.scheduler.workers) - self.ready - set(self.not_ready)
-
-    async def _wait_for_reports(self) -> None:
-        try:
-            async with asyncio.timeout(JOIN_TIMEOUT_S):
-                while self.is_active and self._unreported():
-                    await self._reported.wait()
-        except TimeoutError:
-            for worker in sorted(self._unreported()):
-                self.not_ready[worker] = f"no word from worker {worker} in {JOIN_TIMEOUT_S:g} s"
-                logger.warning("%s", self.not_ready[worker])
+        self.readiness.remove(worker)
 
     # ------------------------------------------------------------------ runs
 
     def _choose(self, stock: p2p.ShuffleSpec[Any]) -> p2p.ShuffleSpec[Any]:
-        """Return the spec to run: ours if there is no obstacle, else the stock one."""
-        if not self.is_active:
-            return stock  # switched off while this run waited for joining workers
-        # Imported here: they load a third of the runtime. A scheduler starts sooner without them.
-        from dask_gpurt.plugins.shuffle.array_run import ArraySpec
-        from dask_gpurt.plugins.shuffle.frame_run import FrameSpec, frame_kind
-
-        what, why = self._obstacle(stock)
-        if why is None:
-            self.runs["gpurt"] += 1
-            order = p2p.read_order(self.scheduler, stock.id)
-            keeps = self._restarts.was_read_again(stock.id)
-            if isinstance(stock, p2p.ArrayRechunkSpec):
-                return ArraySpec.replacing(stock, self.settings.shuffle, order, keeps)
-            assert isinstance(stock, p2p.DataFrameShuffleSpec)
-            kind, rows = frame_kind(stock.meta), self._sketches.get(stock.id)
-            return FrameSpec.replacing(stock, kind, self.settings.shuffle, rows, order, keeps)
-        if self.settings.strict:
-            raise StrictFallbackError(
-                f"{what} would run on stock Dask: {why}. Set gpurt.strict to false to allow that."
-            )
-        if not self.fallbacks[what, why]:
-            logger.warning("%s runs on stock Dask: %s", what, why)
-        self.fallbacks[what, why] += 1
-        self.runs["stock"] += 1
-        return stock
-
-    async def sketch(self, shuffle_id: str, rows: list[int] | None = None) -> Any:
-        """Handler: record how many rows of a sample go to each output partition.
-
-        Without `rows`, return the column with the numbers of output partitions; None if not wanted.
-        """
-        request_checks.name("shuffle_id", shuffle_id)
-        if shuffle_id in p2p.active_shuffles(self.scheduler) or len(self.scheduler.workers) < 2:
-            return None
-        spec = p2p.stock_spec(self.scheduler, shuffle_id)
-        if not isinstance(spec, p2p.DataFrameShuffleSpec):
-            return None
-        if rows is None:
-            return spec.column
-        self._sketches[shuffle_id] = request_checks.rows(rows, spec.npartitions)
-        while len(self._sketches) > MAX_SKETCHES:
-            self._sketches.popitem(last=False)
-        return None
+        keeps_shards = self._restarts.was_read_again(stock.id)
+        return self.planes.choose(stock, self.settings, keeps_shards=keeps_shards)
 
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
         """Handler: return when values are needed next, for a worker that is short of memory.
@@ -435,23 +359,6 @@ class GpurtScheduler(SchedulerPlugin):
         now = monotonic()
         return uses, self._pace.rest_s(now - began, now)
 
-    def _obstacle(self, stock: p2p.ShuffleSpec[Any]) -> tuple[str, str | None]:
-        from dask_gpurt.plugins.shuffle.frame_run import frame_kind, obstacle
-
-        if isinstance(stock, p2p.ArrayRechunkSpec):
-            what = "array rechunk"
-        elif isinstance(stock, p2p.DataFrameShuffleSpec):
-            what = f"shuffle of {frame_kind(stock.meta)}"
-            if (why := obstacle(stock.meta)) is not None:
-                return what, why
-        else:
-            return f"shuffle of {type(stock).__name__}", "this kind of shuffle is not supported"
-        if self.not_ready:
-            return what, next(iter(self.not_ready.values()))
-        if silent := self._unreported():
-            return what, f"no word from worker {min(silent)}"
-        return what, None
-
     async def status(self, reports: bool = True) -> dict[str, Any]:
         """Handler: return activity, fallbacks with reasons, and each worker's report.
 
@@ -460,7 +367,7 @@ class GpurtScheduler(SchedulerPlugin):
         request_checks.flag("reports", reports)
         # A client that connects during activation must not activate again.
         await self._opened.wait()
-        asked = sorted(self.ready) if reports and self.is_active else []
+        asked = sorted(self.readiness.ready) if reports and self.is_active else []
         most = most_entries(len(asked))
         answers = await ask(self.scheduler, "gpurt_report", asked, ANSWER_DEADLINE_S, most=most)
         began = monotonic()
@@ -474,10 +381,7 @@ class GpurtScheduler(SchedulerPlugin):
             "version": dask_gpurt.__version__,
             "host": socket.gethostname(),
             "strict": self.settings.strict,
-            "runs": {"gpurt": self.runs["gpurt"], "stock": self.runs["stock"]},
-            "fallbacks": [
-                {"what": what, "why": why, "count": n} for (what, why), n in self.fallbacks.items()
-            ],
+            **self.planes.report(),
             "placement": None if self.placement is None else self.placement.summary(),
             **(NO_COLLECTIVES if self.collectives is None else self.collectives.report()),
             "topology": self.machines.summary(),
@@ -485,9 +389,9 @@ class GpurtScheduler(SchedulerPlugin):
             "spent": spent_since(self.scheduler, answers.reports()),
             "departed": self.tally.departed(),
             "shuffles": self.tally.shuffles(),
-            "ready": sorted(self.ready),
+            "ready": sorted(self.readiness.ready),
             "workers": workers,
-            "not_ready": dict(self.not_ready),
+            "not_ready": dict(self.readiness.not_ready),
             "silent": answers.silent,
         }
         now = monotonic()

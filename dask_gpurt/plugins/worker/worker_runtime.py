@@ -1,6 +1,6 @@
-"""The runtime on one worker: counters, the shard budget, and hooks into the worker.
+"""The state of the runtime on one worker: counters, the shard budget, lanes, links, pools.
 
-`dask_gpurt.plugins.bootstrap` has the plugin that attaches it.
+All shuffle runs of a worker share it. It knows nothing of hooks: `attachment` installs them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Set
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import dask_gpurt
@@ -16,40 +15,20 @@ from dask_gpurt.codecs.chooser import Chooser
 from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import CodecDecision, Mode
-from dask_gpurt.config import Settings, ShuffleSettings
+from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
 from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
 from dask_gpurt.devices.ledger import overlap
 from dask_gpurt.metrics import Counters, since
-from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.bootstrap import NAME
-from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
-from dask_gpurt.plugins.collectives.broadcasts.worker_broadcasts import WorkerBroadcasts
 from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
-from dask_gpurt.plugins.dashboard.glance import WorkerGlance
-from dask_gpurt.plugins.memory import cupy_messages, gpu_store
-from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
-from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
-from dask_gpurt.plugins.memory.shard_relief import ShardRelief
-from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns, forget_handlers
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
-from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
-from dask_gpurt.plugins.patches.p2p import RunLookup, event_loop
-from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
-from dask_gpurt.plugins.patches.shown.prometheus import ShownShuffles
-from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
-from dask_gpurt.plugins.patches.worker_close import WholeClose
-from dask_gpurt.plugins.patches.worker_memory import is_closing
-from dask_gpurt.plugins.shielding import DEADLINE_S, to_its_end
-from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files, open_files
+from dask_gpurt.plugins.patches.p2p import event_loop
+from dask_gpurt.plugins.shielding import to_its_end
+from dask_gpurt.plugins.shuffle.peer_connections import open_files
 from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
-from dask_gpurt.plugins.sketching import sketch
-from dask_gpurt.plugins.time_spent import worker_load
-from dask_gpurt.plugins.topology.host_report import HostReporter
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
-from dask_gpurt.plugins.weak_handlers import weak_handlers
-from dask_gpurt.plugins.worker_counters import CounterSender
 from dask_gpurt.plugins.worker_report import RunReports, limited
 from dask_gpurt.shuffle.budget import Budget
 from dask_gpurt.shuffle.credits import RecentSenders
@@ -360,140 +339,3 @@ def runtime_of(worker: Worker) -> WorkerRuntime:
     if state is None:
         state = worker.extensions[NAME] = WorkerRuntime(worker)
     return state
-
-
-def _is_ours(run: Any) -> bool:
-    """Return whether a run of a shuffle is one of the runtime."""
-    # Imported here: `exchange_run` imports this module, and only runs need it.
-    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
-
-    return isinstance(run, ExchangeRun)
-
-
-class Attachment:
-    """The runtime's hooks on one worker, while the plugin is registered."""
-
-    def __init__(self, worker: Worker, settings: Settings) -> None:
-        gpu_store.register_sizeof()
-        cupy_messages.register()
-        allow_open_files()
-        self._worker = worker
-        self.state = state = runtime_of(worker)
-        state.attach()
-        state.links.transport = settings.shuffle.transport
-        self._lookup = RunLookup(worker, _is_ours, partial(sketch, worker))
-
-        self._unmanaged_reason = obstacle(worker, settings.memory)
-        self._memory: ManagedMemory | None = None
-        self._relief: ShardRelief | None = None
-        if self._unmanaged_reason is None:
-            self._memory = ManagedMemory(worker, settings.memory, state)
-        else:
-            self._relief = ShardRelief(worker, state)
-            logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
-
-        self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
-        self._host = HostReporter(worker)
-        self._broadcasts = WorkerBroadcasts(worker, state, is_on=settings.collectives.enabled)
-        self._handlers = weak_handlers(
-            *self._broadcasts.handlers(),
-            *state.groups.handlers(),
-            self.gpurt_report,
-            self.gpurt_explain,
-            self._glance.gpurt_glance,
-            self._host.gpurt_machine,
-            self._host.gpurt_probe,
-            self._host.gpurt_probe_data,
-        )
-        worker.handlers.update(self._handlers)
-        self._reads = PiecewiseReads()
-        self._sizes = GeometrySizes()
-        self._turns = ShortTurns(worker)
-        self._transfers = ValueTransfers(
-            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, state.ledger
-        )
-        self._shown = ShownShuffles(worker, state.links.sent)
-        self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
-        self._whole_close = WholeClose(worker, state.close)
-        self._detaching: asyncio.Task[None] | None = None
-        self._counter_sender = CounterSender(worker, state)
-        # Last, when everything that the runtime needs is imported.
-        self._gc_freeze = GcFreeze(worker)
-        self._gc_freeze.watch()
-
-    async def gpurt_report(self, most: int) -> dict[str, Any]:
-        """Handler: return the state of the runtime here, with `most` entries of each kind."""
-        report = self.state.report(request_checks.count("most", most))
-        memory = await self._memory.report() if self._memory is not None else None
-        load = worker_load(self._worker) | {"heartbeat": self._counter_sender.n_heartbeats}
-        return {**report, **load, "memory": memory, "unmanaged": self._unmanaged_reason}
-
-    async def gpurt_explain(self, key: Any) -> dict[str, Any] | None:
-        """Handler: return how the output of a task is stored here."""
-        request_checks.key(key)
-        return self._memory.explain(key) if self._memory is not None else None
-
-    def task_left(self, key: Any, state: str) -> None:
-        self._transfers.task_ended()
-        if state == "long-running":
-            if self._memory is not None:
-                self._memory.seceded(key)
-        else:
-            self.state.task_left(key, state)
-            if self._memory is not None:
-                self._memory.task_done(key)
-
-    async def detach(self) -> None:
-        """Restore the worker to stock behaviour. Runs in progress continue.
-
-        This runs once, and continues if its caller is cancelled. On a closing worker it does not
-        wait, because a cancellation at that moment would stop Dask's close half-way. There,
-        `WorkerRuntime.close` does the rest.
-        """
-        if self._detaching is None:
-            self._uninstall()
-            self.state.final_close = self._finish_close
-            if is_closing(self._worker):
-                self.state.detach()
-                return
-            self._detaching = asyncio.create_task(self._restore(), name="gpurt-detach")
-        await asyncio.shield(self._detaching)
-
-    def _uninstall(self) -> None:
-        self._broadcasts.close()
-        self.state.groups.close()
-        self._counter_sender.leave()
-        self._gc_freeze.close()
-        self._reads.uninstall()
-        self._sizes.uninstall()
-        self._turns.uninstall()
-        self._transfers.uninstall()
-        self._shown.uninstall()
-        self._counted.uninstall()
-        self._lookup.uninstall()
-
-    async def _restore(self) -> None:
-        await self._counter_sender.send_final()
-        await self._close_memory()
-        self.state.detach()
-        await self.state.links.disconnect()
-        # Last: the scheduler may ask until now, and Dask logs a traceback if nobody answers.
-        for name in self._handlers:
-            self._worker.handlers.pop(name, None)
-        if not is_closing(self._worker):
-            self.state.final_close = None
-            self._whole_close.uninstall()
-            forget_handlers()
-
-    async def _finish_close(self) -> None:
-        """Finish at the worker's close, when stock behaviour need not be restored."""
-        if self._detaching is not None:
-            await asyncio.wait({self._detaching}, timeout=DEADLINE_S / 2)
-        else:
-            await self._counter_sender.send_final()
-        await self._close_memory()
-
-    async def _close_memory(self) -> None:
-        for one in (self._memory, self._relief):
-            if one is not None:
-                await one.close()

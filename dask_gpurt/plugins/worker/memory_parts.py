@@ -20,7 +20,7 @@ from dask_gpurt.system_calls import allocator_nbytes, resident_nbytes
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from dask_gpurt.plugins.worker import WorkerRuntime
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 #: Parts of the resident bytes, in the order in which they are shown, and what would free them.
 PARTS: dict[str, tuple[str, str]] = {

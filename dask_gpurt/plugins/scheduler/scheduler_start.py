@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.plugins.bootstrap import NAME
-from dask_gpurt.plugins.scheduler import GpurtScheduler
+from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler
 
 if TYPE_CHECKING:
     from distributed import Scheduler
