@@ -25,7 +25,7 @@ from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
 
 from benchmarks.harness import arguments, machine
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 
 ENGINES: dict[str, dict[str, str]] = {"ucx": {}}
 STOCK = "tcp comm"

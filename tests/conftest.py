@@ -21,7 +21,7 @@ from distributed import Client, LocalCluster, Nanny, utils_test
 
 import dask_gpurt
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
-from dask_gpurt.transport.ucx_thread import UcxThread
+from dask_gpurt.transport.ucx.thread import UcxThread
 from tests.thoroughness import left_out
 
 # There is no deadline, because the time of an example depends on the machine.

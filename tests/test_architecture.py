@@ -200,7 +200,7 @@ ONLY_IN = {
     "rmm": {"devices/cuda/driver.py", "devices/cuda/out_of_memory.py", "frames/device/cudf_.py"},
     "shapely": {"frames/geo/geometry.py"},
     "torch": {"plugins/collectives/groups/torch_start.py"},
-    "ucxx": {"transport/ucx_context.py"},
+    "ucxx": {"transport/ucx/context.py"},
 }
 
 #: Names of variables, or of attributes of `self`, that hold an object of distributed's.

@@ -101,7 +101,7 @@ def _receive(pipe: Any) -> None:
 async def _serve(pipe: Any) -> None:
     import cupy
 
-    from dask_gpurt.transport.ucx import UcxEngine
+    from dask_gpurt.transport.ucx.engine import UcxEngine
 
     cupy.zeros(1)  # a context, as a worker with values on the device has one
     engine = await UcxEngine.start("127.0.0.1")
@@ -120,7 +120,7 @@ async def _serve(pipe: Any) -> None:
 
 
 async def _send(pipe: Any, device_rate: float, report: Report) -> None:
-    from dask_gpurt.transport.ucx import UcxEngine
+    from dask_gpurt.transport.ucx.engine import UcxEngine
 
     engine = await UcxEngine.start("127.0.0.1")
     pipe.send(engine.token)

@@ -65,10 +65,10 @@ def noise(ports: list[int], stop: Any) -> None:
 
 def ucx_burst(ports: list[int]) -> None:
     """Send messages of 16 MiB over new UCX endpoints, without a greeting; UCX copies them."""
-    from dask_gpurt.transport import ucx_context
+    from dask_gpurt.transport.ucx import context
 
     os.environ["UCX_RNDV_THRESH"] = "inf"
-    ucx = ucx_context.load({"TLS": "tcp,self"})
+    ucx = context.load({"TLS": "tcp,self"})
     array = ucx.array(np.ones(16 << 20, dtype=np.uint8))
     kept: list[Any] = []
     for port in ports * BURST_ROUNDS:

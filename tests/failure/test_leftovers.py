@@ -11,7 +11,7 @@ import pytest
 from distributed import Client
 
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.conftest import stock_client
 from tests.failure.gates import DEADLINE_S
 from tests.failure.leftovers import left_on, links_to_nobody, ucx_report

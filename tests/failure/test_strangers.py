@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dask_gpurt.errors import TransportError
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.failure import stranger
 from tests.limits import HANG_S
 from tests.thoroughness import only_if_all
@@ -48,12 +48,12 @@ def test_ucx_listens_where_the_worker_does():
 #: A program with an inheritable pipe, an epoll and only one thread.
 LOOKING_FOR_SOCKETS = """
 import os, select
-from dask_gpurt.transport import ucx_door
+from dask_gpurt.transport.ucx import door
 reader, _ = os.pipe()
 os.set_inheritable(reader, True)
 epoll = select.epoll()
 before = os.listdir("/proc/self/fd")
-ucx_door.listening()
+door.listening()
 after = os.listdir("/proc/self/fd")
 assert after == before, (before, after)
 """

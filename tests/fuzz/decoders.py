@@ -40,7 +40,8 @@ from dask_gpurt.topology import description, machine
 from dask_gpurt.tracing import records
 from dask_gpurt.tracing.clocks import ClockExchange
 from dask_gpurt.tracing.merge import RecordedProcess, merged
-from dask_gpurt.transport import ucx_protocol, wire
+from dask_gpurt.transport import wire
+from dask_gpurt.transport.ucx import protocol
 from tests.fuzz import files_of_traces
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -267,7 +268,7 @@ def _lead_seeds() -> Iterable[bytes]:
 
 def _look_at_greeting(raw: bytes) -> None:
     try:
-        greeting = ucx_protocol.Greeting.decode(raw)
+        greeting = protocol.Greeting.decode(raw)
     except ProtocolError:
         return
     assert greeting.encode() == raw
@@ -275,17 +276,17 @@ def _look_at_greeting(raw: bytes) -> None:
 
 def _look_at_envelope(raw: bytes) -> None:
     buffers = [np.zeros(5, np.uint8), np.zeros(9000, np.uint8), np.zeros(0, np.uint8)]
-    nbytes = ucx_protocol.parcel_lengths([len(buffer) for buffer in buffers])[0]
+    nbytes = protocol.parcel_lengths([len(buffer) for buffer in buffers])[0]
     envelope = np.frombuffer(raw[:nbytes].ljust(nbytes, b"\0"), np.uint8)
     try:
-        ucx_protocol.unseal(envelope, 3, buffers)
+        protocol.unseal(envelope, 3, buffers)
     except ProtocolError:
         return
 
 
 def _envelope_seeds() -> Iterable[bytes]:
     buffers = [np.ones(5, np.uint8), np.ones(9000, np.uint8), np.ones(0, np.uint8)]
-    return [ucx_protocol.seal(3, buffers).tobytes()]
+    return [protocol.seal(3, buffers).tobytes()]
 
 
 def _plain(raw: bytes) -> Any:
@@ -317,15 +318,15 @@ def _report_seeds() -> Iterable[bytes]:
 
 def _look_at_descriptor(raw: bytes) -> None:
     try:
-        descriptor = ucx_protocol.Descriptor.from_plain(_plain(raw))
+        descriptor = protocol.Descriptor.from_plain(_plain(raw))
     except ProtocolError:
         return
-    assert ucx_protocol.Descriptor.from_plain(descriptor.to_plain()) == descriptor
+    assert protocol.Descriptor.from_plain(descriptor.to_plain()) == descriptor
 
 
 def _descriptor_seeds() -> Iterable[bytes]:
     for host in ("127.0.0.1", "::1"):
-        plain = ucx_protocol.Descriptor(host, 7000, "ab" * 16, "cd" * 16).to_plain()
+        plain = protocol.Descriptor(host, 7000, "ab" * 16, "cd" * 16).to_plain()
         yield msgpack.packb(plain)
 
 
@@ -407,7 +408,7 @@ TARGETS: dict[str, Target] = {
     "value-file-lead": Target(_look_at_lead, _lead_seeds),
     "ucx-greeting": Target(
         _look_at_greeting,
-        lambda: [ucx_protocol.Greeting("ab" * 16, "cd" * 16, 5).encode()],
+        lambda: [protocol.Greeting("ab" * 16, "cd" * 16, 5).encode()],
     ),
     "ucx-envelope": Target(_look_at_envelope, _envelope_seeds),
     "ucx-descriptor": Target(_look_at_descriptor, _descriptor_seeds),

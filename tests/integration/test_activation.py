@@ -343,7 +343,7 @@ def test_a_cluster_without_frames_imports_what_it_needs(tmp_path):
 import sys
 import numpy
 from distributed import Client, LocalCluster
-RUNS = ("dask_gpurt.plugins.shuffle.exchange_run", "dask_gpurt.transport.ucx")
+RUNS = ("dask_gpurt.plugins.shuffle.exchange_run", "dask_gpurt.transport.ucx.engine")
 DATA = ("dask_gpurt.codecs", "dask_gpurt.shuffle.shards", "dask_gpurt.transport.shared")
 def libraries(role="worker", later=RUNS):
     modules = (f"dask_gpurt.plugins.{role}", "pandas", "pyarrow", *later)

@@ -25,7 +25,7 @@ from dask_gpurt.plugins.shuffle.transports import UcxTransport
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport.host_readings import HostReadings
 from dask_gpurt.transport.shared import Borrower
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.frames.emulated_device import (
     ARRAY,
     EmulatedArray,

@@ -18,7 +18,7 @@ from dask_gpurt.plugins.shuffle import worker_ucx
 from dask_gpurt.plugins.worker import worker_runtime
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.transport import shared
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.codecs.test_nvcomp import emulated
 from tests.conftest import stock_client
 from tests.failure.gates import Gate, before, from_call, pass_gate

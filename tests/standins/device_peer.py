@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.standins import cuda_memory
 from tests.transport import ucx_peer
 from tests.transport.ucx_peer import content

@@ -19,7 +19,7 @@ ENGINES = """
 import asyncio, os, sys, threading
 import numpy as np
 from dask_gpurt.errors import TransportError
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 
 def move(number):
     async def both():
@@ -115,7 +115,7 @@ print("done")
 
 IN_A_COROUTINE = """
 import asyncio, os, sys
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 
 async def main():
     engine = await UcxEngine.start("127.0.0.1")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.errors import ProtocolError, TransportError
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.transport.ucx_peer import PATIENCE_S, exchange
 from tests.transport.ucx_processes import (
     ROOT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.transport.ucx_context import without_devices
+from dask_gpurt.transport.ucx.context import without_devices
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.errors import ProtocolError
-from dask_gpurt.transport.ucx_protocol import (
+from dask_gpurt.transport.ucx.protocol import (
     GREETING_NBYTES,
     N_NUMBERS,
     SMALL_NBYTES,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dask_gpurt.errors import TransportError
-from dask_gpurt.transport.ucx import UcxEngine
-from dask_gpurt.transport.ucx_thread import UcxThread
+from dask_gpurt.transport.ucx.engine import UcxEngine
+from dask_gpurt.transport.ucx.thread import UcxThread
 from tests.transport.ucx_peer import PATIENCE_S, open_door
 from tests.transport.ucx_processes import over_both
 
@@ -133,7 +133,7 @@ def test_engine_reports_exhausted_process_limits(monkeypatch, what, error):
             raise error
 
         with monkeypatch.context() as without:
-            without.setattr(f"dask_gpurt.transport.ucx_thread.{what}", refuse)
+            without.setattr(f"dask_gpurt.transport.ucx.thread.{what}", refuse)
             with pytest.raises(TransportError, match=f"UCX does not start: .*{error.args[-1]}"):
                 await UcxEngine.start("127.0.0.1", options)
         engine = await open_door(await UcxEngine.start("127.0.0.1", options))
@@ -306,7 +306,7 @@ def test_first_engine_of_a_process_leaves_its_thread():
     """It does so although the import of `ucxx` sets UCX options in the environment."""
     script = """
 import asyncio
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 
 async def port():
     engine = await UcxEngine.start("127.0.0.1")

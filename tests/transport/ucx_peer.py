@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 
 PATIENCE_S = 60.0
 

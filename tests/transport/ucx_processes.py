@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.transport.ucx_peer import PATIENCE_S, exchange, open_door
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -46,7 +46,7 @@ from dask_gpurt.shuffle.messages import Message, Outgoing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.tracing.lane_names import RELAY, SEND
 from dask_gpurt.transport import wire
-from dask_gpurt.transport.ucx_protocol import LEAST_DEVICE_NBYTES
+from dask_gpurt.transport.ucx.protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker

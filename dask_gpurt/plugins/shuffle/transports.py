@@ -21,7 +21,7 @@ from dask_gpurt.transport.rate import LinkRate
 from dask_gpurt.transport.shared import Lender, seal
 
 if TYPE_CHECKING:
-    from dask_gpurt.transport.ucx import UcxEngine
+    from dask_gpurt.transport.ucx.engine import UcxEngine
 
 #: Sends a control message with these contents and returns the peer's answer.
 Call = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -18,7 +18,7 @@ from dask_gpurt.plugins.patches.p2p import requires_encryption
 if TYPE_CHECKING:
     from distributed import Worker
 
-    from dask_gpurt.transport.ucx import UcxEngine
+    from dask_gpurt.transport.ucx.engine import UcxEngine
 
 logger = logging.getLogger("dask_gpurt.transport")
 
@@ -93,7 +93,7 @@ def result_if_any(task: asyncio.Task[T] | None) -> T | None:
 
 
 async def _engine_of(worker: Worker) -> UcxEngine:
-    from dask_gpurt.transport.ucx import UcxEngine
+    from dask_gpurt.transport.ucx.engine import UcxEngine
 
     return await UcxEngine.start(await _ip_of(worker))
 

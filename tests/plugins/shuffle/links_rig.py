@@ -74,5 +74,5 @@ def resolving(monkeypatch, *addresses, error=None):
         return [(None, None, None, "", (address, 0)) for address in addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr("dask_gpurt.transport.ucx.UcxEngine", Engine)
+    monkeypatch.setattr("dask_gpurt.transport.ucx.engine.UcxEngine", Engine)
     return asked

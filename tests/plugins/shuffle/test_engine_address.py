@@ -28,7 +28,7 @@ from tests.plugins.shuffle.links_rig import OPEN, Engine, compose, resolving, wi
 )
 def test_a_worker_reports_missing_paths_by_itself(monkeypatch, encrypted, missing, start, lacks):
     resolving(monkeypatch)
-    monkeypatch.setattr("dask_gpurt.transport.ucx.why_not", lambda: missing)
+    monkeypatch.setattr("dask_gpurt.transport.ucx.engine.why_not", lambda: missing)
 
     async def fail(host):
         raise start

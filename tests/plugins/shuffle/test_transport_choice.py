@@ -17,7 +17,7 @@ from dask_gpurt.errors import (
 )
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.shuffle.messages import Message
-from dask_gpurt.transport.ucx import UcxEngine
+from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.codecs.test_nvcomp import emulated
 from tests.limits import HANG_S
 from tests.plugins.shuffle.links_rig import OPEN, RunIsOver, compose, with_links

@@ -5,7 +5,7 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
-from dask_gpurt.transport.ucx_door import Door
+from dask_gpurt.transport.ucx.door import Door
 
 #: Limit of expected peers; a further one replaces the oldest.
 _N_GUESTS = 4096

@@ -3,7 +3,7 @@
 UCX frees a listener while connections that its own thread has just accepted still point to it. If
 the first bytes of one arrive an instant later, the process crashes, and peers may connect at any
 time. So these objects live until the process ends, and serve one engine after another
-(`transport.ucx_thread` drives them). Only this module imports `ucxx`.
+(`transport.ucx.thread` drives them). Only this module imports `ucxx`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.transport.ucx_door import Door, listening, move
+from dask_gpurt.transport.ucx.door import Door, listening, move
 
 #: Held while a context makes its sockets: those that were not there before. Two contexts that start
 #: together would each count the other's sockets too, and close both doors with their own.

@@ -1,7 +1,7 @@
 """UCX links between workers, beside Dask's own connections: the asyncio side.
 
 A worker's event loop uses a `UcxEngine`, which handles timeouts and cancellation. A thread
-(`transport.ucx_thread`) and the code that it drives (`transport.ucx_switchboard`) call UCX, so
+(`transport.ucx.thread`) and the code that it drives (`transport.ucx.switchboard`) call UCX, so
 neither side blocks the other. UCX uses TCP, or a faster network between hosts and between devices.
 It does not encrypt: a cluster that requires encryption must not use it.
 
@@ -25,17 +25,17 @@ import numpy as np
 
 from dask_gpurt.errors import LateError, ProtocolError, TransportError
 from dask_gpurt.transport.forked import guard
-from dask_gpurt.transport.ucx_door import devices_for
-from dask_gpurt.transport.ucx_links import reject
-from dask_gpurt.transport.ucx_protocol import (
+from dask_gpurt.transport.ucx.door import devices_for
+from dask_gpurt.transport.ucx.links import reject
+from dask_gpurt.transport.ucx.protocol import (
     LEAST_DEVICE_NBYTES,
     N_NUMBERS,
     TOKEN_NBYTES,
     Buffer,
     Descriptor,
 )
-from dask_gpurt.transport.ucx_switchboard import Switchboard
-from dask_gpurt.transport.ucx_thread import Session, UcxThread
+from dask_gpurt.transport.ucx.switchboard import Switchboard
+from dask_gpurt.transport.ucx.thread import Session, UcxThread
 
 #: Options of the engine's own context, unless the environment sets them.
 #:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.transport.ucx_context import UcxContext
-from dask_gpurt.transport.ucx_links import Transfer, UcxLink
-from dask_gpurt.transport.ucx_protocol import SMALL_NBYTES
+from dask_gpurt.transport.ucx.context import UcxContext
+from dask_gpurt.transport.ucx.links import Transfer, UcxLink
+from dask_gpurt.transport.ucx.protocol import SMALL_NBYTES
 
 #: A larger parcel stays at its sender, because dropping it would take this much memory.
 _LARGEST_DROPPED_NBYTES = 1 << 30

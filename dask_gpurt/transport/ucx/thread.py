@@ -8,7 +8,7 @@ last check and the wait, and nothing polls while idle.
 
 An engine closes its links, but the thread stays. It rejects new connections, and serves the next
 engine with the same options: UCX cannot be destroyed while peers may connect, see
-`transport.ucx_context`. `transport.ucx_switchboard` implements links and messages.
+`transport.ucx.context`. `transport.ucx.switchboard` implements links and messages.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import ClassVar
 
 from dask_gpurt.errors import TransportError
 from dask_gpurt.system_calls import Wakeup
-from dask_gpurt.transport import ucx_context
-from dask_gpurt.transport.ucx_door import Door
-from dask_gpurt.transport.ucx_switchboard import Switchboard
+from dask_gpurt.transport.ucx import context
+from dask_gpurt.transport.ucx.door import Door
+from dask_gpurt.transport.ucx.switchboard import Switchboard
 
 #: While closing: the interval at which UCX is polled for dropped transfers, and the number of
 #: intervals without news after which the thread stops waiting. A hung peer never answers.
@@ -234,7 +234,7 @@ class UcxThread:
         try:
             epoll = select.epoll()
             epoll.register(self._wakeup.fd, select.EPOLLIN)
-            ucx = ucx_context.load(self._options, self._host)
+            ucx = context.load(self._options, self._host)
             self._door = ucx.door
             epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
         except Exception as error:
@@ -268,7 +268,7 @@ class UcxThread:
             self._session.started.set_exception(TransportError("the UCX thread has ended"))
             self._session.end()
 
-    def _serve_all(self, ucx: ucx_context.UcxContext, epoll: select.epoll) -> None:
+    def _serve_all(self, ucx: context.UcxContext, epoll: select.epoll) -> None:
         while (session := self._session) is not None:
             board = self._board = Switchboard(ucx, session.host)
             board.problems.extend(ucx.problems)
@@ -298,7 +298,7 @@ class UcxThread:
 
     def _serve(
         self,
-        ucx: ucx_context.UcxContext,
+        ucx: context.UcxContext,
         epoll: select.epoll,
         board: Switchboard,
         session: Session,
@@ -319,7 +319,7 @@ class UcxThread:
                 n_periods += 1
 
     def _wait_for_next(
-        self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard
+        self, ucx: context.UcxContext, epoll: select.epoll, board: Switchboard
     ) -> None:
         """Reject connections until there is another session, or the process ends."""
         while True:
@@ -329,7 +329,7 @@ class UcxThread:
                 return
             self._sleep(ucx, epoll, board)
 
-    def _sleep(self, ucx: ucx_context.UcxContext, epoll: select.epoll, board: Switchboard) -> bool:
+    def _sleep(self, ucx: context.UcxContext, epoll: select.epoll, board: Switchboard) -> bool:
         """Wait for work. Return False if only the interval has passed."""
         if not ucx.worker.arm():
             return True
@@ -340,7 +340,7 @@ class UcxThread:
         return has_news
 
 
-def _progress(ucx: ucx_context.UcxContext) -> None:
+def _progress(ucx: context.UcxContext) -> None:
     """Drive UCX's progress, with a limit in case a peer sends without end."""
     for _ in range(_N_STEPS):
         if not ucx.worker.progress_once():

@@ -1,6 +1,6 @@
 """State of UCX links and transfers: memory that UCX still uses, and futures that wait for it.
 
-Plain records that `transport.ucx_thread` drives; only its thread touches them. They poll requests,
+Plain records that `transport.ucx.thread` drives; only its thread touches them. They poll requests,
 and post none themselves.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import TransportError
-from dask_gpurt.transport.ucx_protocol import (
+from dask_gpurt.transport.ucx.protocol import (
     SMALL_NBYTES,
     Buffer,
     Descriptor,

@@ -4,16 +4,14 @@ UCX's interface decides some of the design:
 
 - A tag receive does not report the length of the message. So messages are probed first, which tells
   their length and takes them out of the queue, and then received by handle.
-- A matched receive cannot be cancelled: UCX writes until it completes or its endpoint is closed. So
-  the switchboard keeps the buffers of a transfer until UCX is done with all its requests, even if
-  the caller is gone.
+- A matched receive cannot be cancelled, so `posted_transfers` keeps its buffers to the end.
 - A sender of a large message is done only once it was received. So no message is left unread:
   unwanted ones are received into throw-away memory.
 - A tag does not tell which endpoint a message came by. So greetings travel on the endpoint's
   stream, and each side gives the other a channel number to put into its tags.
 
-All methods but reports run in the thread of `transport.ucx_thread`. `transport.ucx` handles the
-timeouts of messages.
+All methods but reports run in the thread of `transport.ucx.thread`. `transport.ucx.engine` handles
+the timeouts of messages.
 """
 
 from __future__ import annotations
@@ -30,11 +28,12 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.errors import ProtocolError, TransportError
-from dask_gpurt.transport import ucx_links
-from dask_gpurt.transport.ucx_context import UcxContext
-from dask_gpurt.transport.ucx_guests import Guests
-from dask_gpurt.transport.ucx_links import Peer, Receive, Send, Transfer, UcxLink, reject, resolve
-from dask_gpurt.transport.ucx_protocol import (
+from dask_gpurt.transport.ucx import links
+from dask_gpurt.transport.ucx.context import UcxContext
+from dask_gpurt.transport.ucx.guests import Guests
+from dask_gpurt.transport.ucx.links import Peer, Receive, Send, Transfer, UcxLink, reject, resolve
+from dask_gpurt.transport.ucx.posted_transfers import PostedTransfers
+from dask_gpurt.transport.ucx.protocol import (
     GREETING_NBYTES,
     REFUSED,
     SMALL_NBYTES,
@@ -46,7 +45,7 @@ from dask_gpurt.transport.ucx_protocol import (
     read_tag,
     seal,
 )
-from dask_gpurt.transport.ucx_sink import Sink
+from dask_gpurt.transport.ucx.sink import Sink
 
 #: Limit of unverified connections; a further one replaces the oldest.
 _N_UNVERIFIED = 16
@@ -81,26 +80,26 @@ class Switchboard:
         self._unverified: dict[int, UcxLink] = {}
         #: Channels of failed endpoints, as reported by UCX's callbacks.
         self._failed: deque[int] = deque()
-        self._transfers: list[Transfer] = []
+        self._transfers = PostedTransfers(ucx, self.counters, self.problems, self._lose)
         #: Lost links on which UCX still moves data, by channel.
         self._draining: dict[int, UcxLink] = {}
         #: Closing endpoints, with the requests that complete when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
         self.guests = Guests(ucx.door)
-        self._sink = Sink(ucx, self.counters, lambda transfer: self._transfers.append(transfer))
+        self._sink = Sink(ucx, self.counters, self._transfers.add)
         self._token, key = os.urandom(TOKEN_NBYTES).hex(), os.urandom(TOKEN_NBYTES).hex()
         self.descriptor = Descriptor(host, ucx.port, self._token, key)
 
     def held_nbytes(self) -> int:
         """Return the bytes of messages that UCX still works on; from any thread."""
-        return sum(transfer.nbytes for transfer in list(self._transfers))
+        return sum(transfer.nbytes for transfer in self._transfers)
 
     def under_way(self) -> dict[str, int]:
         """Return the number of unfinished transfers of each kind; from any thread."""
         held = (self._transfers, self._peers.values(), self._links.values())
         n_closing = len(self._draining) + len(self._closing)
-        return {**ucx_links.counted(*map(list, held)), "closing_links": n_closing}
+        return {**links.counted(*map(list, held)), "closing_links": n_closing}
 
     def peers(self) -> dict[str, int]:
         """Return the number of links to each connected peer; from any thread."""
@@ -119,8 +118,7 @@ class Switchboard:
         for peer in self._peers.values():
             for receive in peer.waiting.values():
                 receive.fail(error)
-        for transfer in self._transfers:
-            transfer.fail(error)
+        self._transfers.fail_all(error)
         for link in self._links.values():
             link.reject_waiters(error)
         for link in list(self._links.values()):
@@ -145,39 +143,11 @@ class Switchboard:
             self._read_greeting(link)
         while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
             self._arrive(*read_tag(probe.sender_tag.value), probe)
-        if self._transfers:
-            self._transfers = [t for t in self._transfers if not self._is_over(t)]
+        self._transfers.poll()
         for link in list(self._draining.values()):
             self._close_if_drained(link)
         if self._closing:
             self._closing = [pair for pair in self._closing if not pair[1].completed]
-
-    def _is_over(self, transfer: Transfer) -> bool:
-        error = transfer.poll()
-        if error is not None and not transfer.is_failed:
-            self._fail(transfer, TransportError(f"UCX could not move a message: {error}"))
-        if not transfer.is_done:
-            return False
-        if not transfer.is_failed:
-            try:
-                transfer.check()
-            except ProtocolError as problem:
-                self._fail(transfer, problem)
-            else:
-                kind = "received" if isinstance(transfer, Receive) else "sent"
-                if isinstance(transfer, (Receive, Send)):
-                    self.counters[f"{kind}_nbytes"] += transfer.nbytes
-                    self.counters[f"{kind}_messages"] += 1
-                transfer.succeed()  # last, so that its caller finds it counted
-        return True
-
-    def _fail(self, transfer: Transfer, error: Exception) -> None:
-        if isinstance(transfer, Receive) and not transfer.is_posted and transfer.link is not None:
-            transfer.link.receives.pop(transfer.number, None)
-            if transfer.link.peer is not None:
-                transfer.link.peer.refuse(transfer.number)
-        self.problems.append(str(error))
-        transfer.fail(error)
 
     def _new_link(self, descriptor: Descriptor | None = None) -> UcxLink:
         while (channel := int.from_bytes(os.urandom(4), "little")) in self._links | self._draining:
@@ -197,7 +167,7 @@ class Switchboard:
         raw = np.frombuffer(greeting.encode(), dtype=np.uint8)
         transfer = Transfer(link)
         transfer.add(link.endpoint.stream_send(self._array(raw)), raw)
-        self._transfers.append(transfer)
+        self._transfers.add(transfer)
 
     def connect(self, descriptor: Descriptor, future: Future[None]) -> None:
         """Resolve the future once this engine has its own link to another one; make one if needed.
@@ -325,11 +295,7 @@ class Switchboard:
         """Fail these messages, and all transfers and callers of a link."""
         for receive in waiting:
             receive.fail(error)
-        for transfer in list(self._transfers):
-            if transfer.link is link:
-                if isinstance(transfer, Send) and link.endpoint.alive:
-                    self._post_retraction(link, transfer.number)
-                transfer.fail(error)
+        self._transfers.fail_link(link, error)
         link.reject_waiters(error)
 
     def _close_if_drained(self, link: UcxLink) -> None:
@@ -376,34 +342,16 @@ class Switchboard:
             return
         large = [buffer for buffer in buffers if len(buffer) >= SMALL_NBYTES]
         tag = make_tag(link.to_channel, number)
-        self._post(Send(link, number, future), link, tag, [seal(number, buffers), *large])
-
-    def _post(self, send: Transfer, link: UcxLink, tag: int, parcels: Sequence[Buffer]) -> None:
-        ucx_tag = self._library.UCXXTag(tag)
-        self._transfers.append(send)
-        try:
-            for parcel in parcels:
-                send.add(link.endpoint.tag_send(self._array(parcel), ucx_tag), parcel)
-        except Exception as error:
-            self._lose(link, str(error))
+        self._transfers.post(Send(link, number, future), link, tag, [seal(number, buffers), *large])
 
     def cancel_send(self, future: Future[None]) -> None:
         """Cancel a send; tell the receiver to drop the parts it has."""
-        for send in self._transfers:
-            if isinstance(send, Send) and send.future is future and not send.is_failed:
-                send.fail(TransportError("cancelled"))
-                assert send.link is not None
-                self._post_retraction(send.link, send.number)
-                return
-
-    def _post_retraction(self, link: UcxLink, number: int) -> None:
-        tag = make_tag(link.to_channel, number, is_retraction=True)
-        self._post(Transfer(link), link, tag, [np.zeros(1, dtype=np.uint8)])
+        self._transfers.cancel_send(future)
 
     def retract(self, token: str, number: int) -> None:
         """Tell a peer to drop a message that it will not ask for, even if all of it has left."""
         with suppress(TransportError):  # a lost link has nothing left to retract
-            self._post_retraction(self._link_to(token, number), number)
+            self._transfers.retract(self._link_to(token, number), number)
 
     def receive(
         self, token: str, number: int, buffers: Sequence[Buffer], future: Future[None]
@@ -426,7 +374,7 @@ class Switchboard:
     def _bind(self, link: UcxLink, receive: Receive) -> None:
         receive.link = link
         link.receives[receive.number] = receive
-        self._transfers.append(receive)
+        self._transfers.add(receive)
         for probe in link.take_arrived(receive.number):
             self._take(link, receive, probe)
 
@@ -440,9 +388,7 @@ class Switchboard:
             del peer.waiting[number]
             peer.refuse(number)
             return
-        for receive in self._transfers:
-            if isinstance(receive, Receive) and receive.future is future and not receive.is_failed:
-                self._fail(receive, TransportError(f"message {number} of {token} was cancelled"))
+        self._transfers.cancel_receive(token, number, future)
 
     def _arrive(self, channel: int, number: int, is_retraction: bool, probe: Any) -> None:
         """Dispatch a parcel to the message that waits for it."""
@@ -477,7 +423,7 @@ class Switchboard:
         peer.refuse(number)
         if (receive := peer.expected(number)) is not None:
             peer.waiting.pop(number, None)
-            self._fail(receive, peer.retracted(number))
+            self._transfers.fail(receive, peer.retracted(number))
 
     def _take(self, link: UcxLink, receive: Receive, probe: Any) -> None:
         """Receive a parcel into its destination, if it has exactly the expected length."""
@@ -491,7 +437,7 @@ class Switchboard:
                 f"where {len(parcel)} were announced"
             )
             self._sink.drop(probe, link)
-            self._fail(receive, problem)
+            self._transfers.fail(receive, problem)
             return
         # Checked above: by handle UCX would write as many bytes as were sent.
         receive.add(self._worker.tag_recv_with_handle(self._array(parcel), probe), parcel)
