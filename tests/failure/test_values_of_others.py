@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, wait
 from distributed.protocol import dask_deserialize, dask_serialize, register_generic
 
-from dask_gpurt.plugins.patches import worker_memory
+from dask_gpurt.plugins.patches.values import value_bytes
 from tests.failure.gates import DEADLINE_S, until
 from tests.failure.memory_stage import (
     MIB,
@@ -243,15 +243,15 @@ def test_self_referencing_container_is_pickled() -> None:
     outer: list[Any] = []
     inner = [outer]
     outer.append(inner)
-    assert worker_memory.take_apart([outer]) is None
+    assert value_bytes.take_apart([outer]) is None
 
 
 @pytest.mark.parametrize("value", [[b"a"], np.ma.masked_array([1, 2], [0, 1]), "a", [], {}])
 def test_values_with_a_layout_or_for_pickle_use_no_serializer(value: Any) -> None:
-    assert worker_memory.take_apart(value) is None
+    assert value_bytes.take_apart(value) is None
 
 
 def test_empty_frame_is_read_back() -> None:
     empty = Locked(3, 0)
-    header, frames = worker_memory.take_apart(empty)  # type: ignore[misc]
-    assert worker_memory.rebuild(header, frames) == empty
+    header, frames = value_bytes.take_apart(empty)  # type: ignore[misc]
+    assert value_bytes.rebuild(header, frames) == empty

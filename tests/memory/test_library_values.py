@@ -27,7 +27,7 @@ from dask_gpurt.memory.files.disk_tier import DiskTier
 from dask_gpurt.memory.host_tiers import PinnedTier
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes, Packing
-from dask_gpurt.plugins.patches.worker_memory import (
+from dask_gpurt.plugins.patches.values.value_bytes import (
     is_on_device,
     put_together_on_device,
     take_apart_on_device,

@@ -32,7 +32,7 @@ from dask_gpurt.memory.decisions.learned_room import LearnedRoom
 from dask_gpurt.memory.device_values import LibraryCopies, library_packing
 from dask_gpurt.memory.tiers import Packing
 from dask_gpurt.plugins.memory.gpu_budget import shards_on_device_nbytes
-from dask_gpurt.plugins.patches import worker_memory
+from dask_gpurt.plugins.patches.values import value_bytes
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -199,7 +199,7 @@ def open_driver() -> Driver:
 
 def is_on_device(value: Any) -> bool:
     """Return whether a value's top level is the GPU."""
-    return _name_of(value) == _CUPY or worker_memory.is_on_device(value)
+    return _name_of(value) == _CUPY or value_bytes.is_on_device(value)
 
 
 def _name_of(value: Any) -> str:
@@ -225,7 +225,7 @@ def take_apart(value: Any) -> tuple[Any, Sequence[Any]]:
     if type(value).__module__.partition(".")[0] == "cudf" and cudf_spills():
         # Two spillers of the same columns would undo each other's work.
         raise ValueRefusedError("cuDF spills by itself")
-    header, pieces = worker_memory.take_apart_on_device(value)
+    header, pieces = value_bytes.take_apart_on_device(value)
     return ("dask", header), pieces
 
 
@@ -237,7 +237,7 @@ def put_together(header: Any, pieces: Sequence[Any]) -> Any:
 
         (memory,) = pieces
         return cupy_.put_together(inner, memory)
-    return worker_memory.put_together_on_device(inner, pieces)
+    return value_bytes.put_together_on_device(inner, pieces)
 
 
 def register_sizeof() -> None:

@@ -32,6 +32,7 @@ from dask_gpurt.memory.tiers import Packing, Tier
 from dask_gpurt.plugins.memory import gpu_store
 from dask_gpurt.plugins.memory.gpu_store import StoreDevice
 from dask_gpurt.plugins.patches import worker_memory
+from dask_gpurt.plugins.patches.values import value_bytes
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -110,9 +111,9 @@ class StoreLevels:
         on_io: Callable[[str, int, float], None],
     ) -> None:
         packing = Packing(
-            worker_memory.safe_sizeof,
-            partial(flatten, dumps=worker_memory.dumps, take_apart=worker_memory.take_apart),
-            partial(restore, loads=worker_memory.loads, rebuild=worker_memory.rebuild),
+            value_bytes.safe_sizeof,
+            partial(flatten, dumps=value_bytes.dumps, take_apart=value_bytes.take_apart),
+            partial(restore, loads=value_bytes.loads, rebuild=value_bytes.rebuild),
         )
         self.packings = [packing]
         self.levels = [Level("memory", room_nbytes)]

@@ -25,7 +25,7 @@ from dask_gpurt.frames.chunks.rechunking import Index, Rechunking
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.p2p import ArrayRechunkSpec, join_arrays
-from dask_gpurt.plugins.patches.worker_memory import safe_sizeof
+from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.figures import ARRAY

@@ -28,7 +28,7 @@ from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import handed_over_by_this_task
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
-from dask_gpurt.plugins.patches.worker_memory import safe_sizeof
+from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
 from dask_gpurt.plugins.shuffle.pickled_once import SpecPickledOnce
 from dask_gpurt.shuffle.balance import LatestOwners

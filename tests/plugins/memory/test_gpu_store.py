@@ -24,7 +24,7 @@ from dask_gpurt.plugins.memory.gpu_store import (
     take_apart,
     why_no_gpu,
 )
-from dask_gpurt.plugins.patches.worker_memory import is_on_device
+from dask_gpurt.plugins.patches.values.value_bytes import is_on_device
 from tests.memory.emulated_gpu import Gpu
 
 CUDA_HIDES = "CUDA_VISIBLE_DEVICES shows no GPU to this process"
@@ -74,9 +74,9 @@ def test_type_checks_import_no_gpu_library():
         "import distributed\n"  # imports RMM if it is installed
         "before = set(sys.modules)\n"
         "from dask_gpurt.plugins.memory import gpu_store, manager\n"
-        "from dask_gpurt.plugins.patches import worker_memory\n"
+        "from dask_gpurt.plugins.patches.values import value_bytes\n"
         "gpu_store.why_no_gpu(gpu_store.local_facts())\n"
-        "assert not worker_memory.is_on_device([1])\n"
+        "assert not value_bytes.is_on_device([1])\n"
         "print(sorted({'cupy', 'rmm', 'cudf', 'numba'} & set(sys.modules) - before))\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

@@ -10,12 +10,6 @@ from types import SimpleNamespace
 import pytest
 from distributed import Client, LocalCluster, Worker, get_client
 from distributed.core import Status, _expects_comm
-from distributed.protocol.serialize import (
-    deserialize_bytes,
-    merge_and_deserialize,
-    serialize_and_split,
-    serialize_bytelist,
-)
 from distributed.spill import SpillBuffer
 from distributed.worker_memory import WorkerMemoryManager
 from distributed.worker_state_machine import (
@@ -213,21 +207,3 @@ def test_scheduler_tells_the_next_use_seen_from_the_worker():
         gate.open()
         assert use.result(DEADLINE_S) == 2
         del running
-
-
-def test_value_with_a_serializer_is_serialized_as_dask_spills_it():
-    assert list(inspect.signature(serialize_and_split).parameters) == [
-        "x",
-        "serializers",
-        "on_error",
-        "context",
-        "size",
-    ]
-    assert "serialize_and_split(x, **kwargs)" in inspect.getsource(serialize_bytelist)
-    source = inspect.getsource(deserialize_bytes)
-    assert "msgpack.loads(bin_header, raw=False, use_list=False)" in source
-    assert source.index("decompress(header, frames)") < source.index("merge_and_deserialize(")
-    # The header must say that frames were not split, and how they are compressed.
-    header, frames = serialize_and_split(b"abc", size=1 << 62)
-    assert header["compression"] == (None,)
-    assert merge_and_deserialize(header, frames) == b"abc"

@@ -20,7 +20,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
-from dask_gpurt.plugins.patches.worker_memory import safe_sizeof
+from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.tracing.lane_names import COLLECTIVE

@@ -36,7 +36,7 @@ from distributed.protocol.serialize import Serialized, merge_and_deserialize
 
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins.patches.values.by_task import ByTask
-from dask_gpurt.plugins.patches.worker_memory import whole_nbytes
+from dask_gpurt.plugins.patches.values.value_bytes import whole_nbytes
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 from dask_gpurt.plugins.weak_handlers import weak_handler
 
