@@ -37,7 +37,6 @@ from dask_gpurt.plugins.dashboard.shuffle_fields import Writes
 from dask_gpurt.plugins.patches.p2p import (
     P2PConsistencyError,
     P2POutOfDiskError,
-    Reschedule,
     ShuffleClosedError,
     ShuffleSpec,
     context_meter,
@@ -311,26 +310,7 @@ class ExchangeRun:
         """Tell all workers, through the scheduler, that every input partition was added."""
         self.raise_if_closed()
         consistent = all(run_id == self.run_id for run_id in run_ids)
-        call = self._control.end_inputs(consistent=consistent)
-        answered, over = map(asyncio.ensure_future, (call, self._ended.wait()))
-        # Read the error, so that asyncio does not log it when no caller waits any more.
-        answered.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            # A scheduler that lost a worker may try to reach it for half a minute. By then this
-            # task may be the barrier of the next run, and a late answer would end that run as well.
-            await asyncio.wait({answered, over}, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.is_set():
-                raise Reschedule()
-            try:
-                await answered
-            except Exception:
-                # Peers that already take part in a newer run refuse messages of this one.
-                if await self._control.is_stale():
-                    raise Reschedule() from None
-                raise
-        finally:
-            answered.cancel()
-            over.cancel()
+        await self._control.barrier(self._ended, consistent=consistent)
         return self.run_id
 
     async def inputs_done(self) -> None:

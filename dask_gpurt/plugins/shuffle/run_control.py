@@ -46,6 +46,35 @@ class RunControl:
             id=self._shuffle_id, run_id=self._run_id, consistent=consistent
         )
 
+    async def barrier(self, run_has_ended: asyncio.Event, *, consistent: bool) -> None:
+        """End the inputs for the barrier task, unless the run ends meanwhile.
+
+        Raises
+        ------
+        Reschedule
+            The run has ended, or peers take part in a newer one.
+        """
+        call = self.end_inputs(consistent=consistent)
+        answered, over = map(asyncio.ensure_future, (call, run_has_ended.wait()))
+        # Read the error, so that asyncio does not log it when no caller waits any more.
+        answered.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            # A scheduler that lost a worker may try to reach it for half a minute. By then this
+            # task may be the barrier of the next run, and a late answer would end that run as well.
+            await asyncio.wait({answered, over}, return_when=asyncio.FIRST_COMPLETED)
+            if run_has_ended.is_set():
+                raise Reschedule()
+            try:
+                await answered
+            except Exception:
+                # Peers that already take part in a newer run refuse messages of this one.
+                if await self.is_stale():
+                    raise Reschedule() from None
+                raise
+        finally:
+            answered.cancel()
+            over.cancel()
+
     async def move_task(self, key: Any, owner: str) -> NoReturn:
         """Let a task run again, on the worker that owns its output partition."""
         answer = await self._worker.scheduler.shuffle_restrict_task(
