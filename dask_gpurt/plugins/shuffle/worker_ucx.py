@@ -69,13 +69,13 @@ class WorkerUcx:
     def why_not(self) -> str:
         """Return why this worker cannot have an engine; empty if it can. Loads no library."""
         # Imported here: most workers never have an engine, which loads ten modules.
-        from dask_gpurt.transport import ucx
+        from dask_gpurt.transport.ucx import engine
 
         if requires_encryption(self._worker):
             return _ENCRYPTED
         task = self._starting
         failed = task is not None and task.done() and not task.cancelled() and task.exception()
-        return ucx.why_not() or (str(failed) if failed else "")
+        return engine.why_not() or (str(failed) if failed else "")
 
     async def close(self, deadline_s: float) -> None:
         """Close the engine; the next call of `engine` starts another."""

@@ -97,9 +97,9 @@ class Switchboard:
 
     def under_way(self) -> dict[str, int]:
         """Return the number of unfinished transfers of each kind; from any thread."""
-        held = (self._transfers, self._peers.values(), self._links.values())
+        held = list(self._transfers), list(self._peers.values()), list(self._links.values())
         n_closing = len(self._draining) + len(self._closing)
-        return {**links.counted(*map(list, held)), "closing_links": n_closing}
+        return {**links.counted(*held), "closing_links": n_closing}
 
     def peers(self) -> dict[str, int]:
         """Return the number of links to each connected peer; from any thread."""
