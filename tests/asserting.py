@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: Module and name of a function.
@@ -19,54 +19,65 @@ CHECKS = {"fail", "raises", "run_state_machine_as_test", "warns"}
 
 
 class Suite:
-    """The functions of all test modules below a folder, which is the root of their imports."""
+    """The functions of all test modules below a folder, which is the root of their imports.
+
+    Attributes
+    ----------
+    tests
+        Module and function of each test that pytest finds.
+    hidden
+        Names of tests that pytest does not find, because they are nested in a function.
+    """
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.tests: list[tuple[str, Function]] = []
-        self._functions: dict[Name, list[tuple[Function, dict[str, Name]]]] = {}
+        self.hidden: list[str] = []
+        #: By name of a function: whether it checks by itself, and the functions that it calls.
+        self._functions: dict[Name, tuple[bool, set[Name]]] = {}
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder.parent).with_suffix("").parts
             module = ".".join(parts).removesuffix(".__init__")
             self._read(module, ast.parse(path.read_text()))
-        self._checking = {
-            name
-            for name, found in self._functions.items()
-            if any(_checks(function) for function, _ in found)
-        }
-        n_before = -1
-        while n_before < len(self._checking):
-            n_before = len(self._checking)
-            for name, found in self._functions.items():
-                if any(self._calls_one(function, known) for function, known in found):
-                    self._checking.add(name)
 
     def _read(self, module: str, tree: ast.Module) -> None:
-        known: dict[str, Name] = {}
-        functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
-        for function in functions:
-            known[function.name] = (module, function.name)
-            self._functions.setdefault((module, function.name), []).append((function, known))
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree))
+        functions = [node for node in nodes if isinstance(node, Function)]
+        known: dict[str, Name] = {one.name: (module, one.name) for one in functions}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 for alias in node.names:
                     known[alias.asname or alias.name] = (str(node.module), alias.name)
+        nested: set[Function] = set()
+        for function in functions:
+            inside = list(ast.walk(function))
+            nested.update(one for one in inside[1:] if isinstance(one, Function))
+            checks, called = self._functions.get((module, function.name), (False, set()))
+            called |= set(_called(inside, known))
+            self._functions[module, function.name] = checks or _checks(inside), called
+        if module.rpartition(".")[2].startswith("test_"):
+            self.hidden += [
+                f"{module}.{one.name}" for one in nested if one.name.startswith("test_")
+            ]
         for scope in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
             for node in scope.body:
                 if isinstance(node, Function) and node.name.startswith("test"):
                     self.tests.append((module, node))
 
-    def _calls_one(self, function: Function, known: dict[str, Name]) -> bool:
-        return any(name in self._checking for name in _called(function, known))
-
     def without_assertion(self) -> Iterator[str]:
         """Names of the tests that assert nothing, such as `tests.test_x.test_y`."""
+        checking = {name for name, (checks, _) in self._functions.items() if checks}
+        n_before = -1
+        while n_before < len(checking):
+            n_before = len(checking)
+            checking |= {name for name, (_, called) in self._functions.items() if called & checking}
         for module, function in self.tests:
-            if (module, function.name) not in self._checking:
+            if (module, function.name) not in checking:
                 yield f"{module}.{function.name}"
 
 
-def _checks(function: Function) -> bool:
-    for node in ast.walk(function):
+def _checks(nodes: Iterable[ast.AST]) -> bool:
+    """Return whether one of a function's nodes asserts something."""
+    for node in nodes:
         if isinstance(node, ast.Assert):
             return True
         if isinstance(node, ast.Call):
@@ -81,9 +92,9 @@ def _checks(function: Function) -> bool:
     return False
 
 
-def _called(function: Function, known: dict[str, Name]) -> Iterator[Name]:
+def _called(nodes: Iterable[ast.AST], known: dict[str, Name]) -> Iterator[Name]:
     """Functions of the suite that a function calls: by name, of a module, or of its own class."""
-    for node in ast.walk(function):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         called = node.func

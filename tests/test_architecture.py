@@ -15,6 +15,7 @@ from tests.asserting import Suite
 TESTS = pathlib.Path(__file__).parent
 ROOT = pathlib.Path(__file__).parents[1] / "dask_gpurt"
 MODULES = sorted(ROOT.rglob("*.py"))
+SUITE = Suite(TESTS)
 
 #: Modules that touch a clock, a loop, a thread, the system or a log.
 IMPURE = {
@@ -363,7 +364,7 @@ def test_modules_are_small_and_have_a_docstring(path):
 
 
 def test_every_test_asserts_something():
-    assert list(Suite(TESTS).without_assertion()) == []
+    assert list(SUITE.without_assertion()) == []
 
 
 def test_suites_are_small():
@@ -372,22 +373,13 @@ def test_suites_are_small():
 
 
 def test_names_of_tests_are_short():
-    names = {function.name for _, function in Suite(TESTS).tests}
+    names = {function.name for _, function in SUITE.tests}
     assert [name for name in names if len(name) > 60] == []
 
 
 def test_no_test_is_hidden_in_a_function():
     """pytest finds tests in modules and classes alone."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    hidden = [
-        f"{path.name}: {inner.name}"
-        for path in TESTS.rglob("test_*.py")
-        for outer in ast.walk(ast.parse(path.read_text()))
-        if isinstance(outer, functions)
-        for inner in ast.walk(outer)
-        if inner is not outer and isinstance(inner, functions) and inner.name.startswith("test_")
-    ]
-    assert hidden == []
+    assert SUITE.hidden == []
 
 
 def test_folders_have_at_most_fifteen_modules():
