@@ -269,6 +269,8 @@ class ShardStore:
             An input partition announced more shards than arrived.
         """
         with self._lock:
+            # A spill may still merge shards, which must not be in two groups.
+            self._merged.wait_for(lambda: self._unmerged is not None or not self._n_merging)
             if self._unmerged is None:
                 for source, known in self._arrived.items():
                     if len(known.numbers) != known.n_shards:

@@ -9,6 +9,7 @@ import pytest
 
 from dask_gpurt.shuffle import merging
 from tests.shuffle.shard_rig import (
+    PATIENCE_S,
     ROW_NBYTES,
     MergingFrames,
     Rig,
@@ -182,6 +183,43 @@ def test_threads_share_the_merging(tmp_path, monkeypatch):
         join()
     assert adapter.n_merged == 4
     assert read_slot(rig.store, 0) == expected(0, sources)
+
+
+def test_outputs_wait_for_a_merge_that_a_spill_has_begun(tmp_path, monkeypatch):
+    """Memory may run short at any time, also when the first output is read."""
+    begun, waits_or_merges, may_end = (threading.Event() for _ in range(3))
+    merges = []
+
+    class Slow(MergingFrames):
+        def merge(self, bodies, selections):
+            merges.append(threading.current_thread())
+            if len(merges) > 1:
+                waits_or_merges.set()
+            begun.set()
+            assert may_end.wait(PATIENCE_S)
+            return super().merge(bodies, selections)
+
+    shards = [make_shard(source, 0, [3] * N_SLOTS) for source in range(6)]
+    limit_nbytes = sum(shard.nbytes for shard in shards) // 2
+    rig = Rig(tmp_path, limit_nbytes, adapter=Slow())
+    rig.store.add(shards)
+    wait_for = rig.store._merged.wait_for
+
+    def noticed(predicate):
+        waits_or_merges.set()
+        return wait_for(predicate)
+
+    monkeypatch.setattr(rig.store._merged, "wait_for", noticed)
+    spilled = in_thread(rig.store.make_room)
+    assert begun.wait(PATIENCE_S)
+    sealed = in_thread(rig.store.seal)
+    assert waits_or_merges.wait(PATIENCE_S)
+    may_end.set()
+    spilled()
+    sealed()
+    assert len(merges) == 1
+    for slot in (0, N_SLOTS - 1):
+        assert read_slot(rig.store, slot) == [r for s in range(6) for r in make_rows(s, slot, 3)]
 
 
 def test_a_run_may_close_during_a_merge(tmp_path):
