@@ -17,8 +17,9 @@ from dask_gpurt.command import observe, run_report
 from dask_gpurt.command.observe import ClusterRecord, CounterSnapshot, Recorder
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.metrics import MEANING
-from dask_gpurt.plugins import activation, scheduler
+from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.activation import read_status
+from dask_gpurt.plugins.scheduler import gpurt_scheduler
 from tests.conftest import Sides
 
 
@@ -74,7 +75,7 @@ def snapshot(**more: Any) -> CounterSnapshot:
 
 def test_silent_worker_does_not_hide_reports_of_others() -> None:
     """A reading waits until the scheduler stops waiting for the silent worker."""
-    assert observe.READ_TIMEOUT_S > scheduler.ANSWER_DEADLINE_S + 1
+    assert observe.READ_TIMEOUT_S > gpurt_scheduler.ANSWER_DEADLINE_S + 1
 
 
 @pytest.mark.cluster
