@@ -26,7 +26,7 @@ from dask_gpurt.frames.adapter import (
 from dask_gpurt.frames.device.device_frames import DeviceFrames
 from dask_gpurt.frames.pickling import Pickling
 from dask_gpurt.plugins.memory.gpu_budget import shard_budget
-from dask_gpurt.plugins.patches.graphs.transfer_tasks import handed_over_by_this_task
+from dask_gpurt.plugins.patches.graphs.transfer_tasks import Execution, execution_in_this_thread
 from dask_gpurt.plugins.patches.p2p import DataFrameShuffleSpec
 from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun, Inputs
@@ -179,8 +179,9 @@ MOST_WAITING_NBYTES = 32 << 20
 
 
 class _Given(NamedTuple):
-    """Numbers of the inputs that a task has handed over, and the inputs that wait for others."""
+    """Numbers of the inputs that an execution has handed over, and those that wait for others."""
 
+    start_s: float
     numbers: set[int]
     waiting: dict[int, Any]
 
@@ -194,19 +195,20 @@ class TaskInputs:
     An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. This depends on
     no other input, so a task that runs again forms the same groups. The store needs that: it
     recognises a second attempt by the lowest number in a group.
+
+    Each execution of a task counts alone. One that began in an earlier run, and then fails, has
+    handed over only a part of its inputs here.
     """
 
     def __init__(self) -> None:
         self._given: dict[Any, _Given] = {}
 
-    def add(
-        self, task: Any, n_inputs: int, partition: int, data: Any, nbytes: float
-    ) -> list[Inputs]:
+    def add(self, execution: Execution, partition: int, data: Any, nbytes: float) -> list[Inputs]:
         """Return groups of inputs to cut now: a large one alone; small ones once all are there."""
-        given = self._given.setdefault(task, _Given(set(), {}))
-        if partition in given.numbers:
-            # The task failed half-way, and runs again.
-            given = self._given[task] = _Given(set(), {})
+        task, start_s, n_inputs = execution
+        given = self._given.get(task)
+        if given is None or given.start_s != start_s:
+            given = self._given[task] = _Given(start_s, set(), {})
         given.numbers.add(partition)
         groups: list[Inputs] = []
         if nbytes * n_inputs > MOST_WAITING_NBYTES:
@@ -261,9 +263,8 @@ class FrameRun(ExchangeRun):
         opened = self._frames.open(data)
         if self._frames.join is None:
             return [[(partition_id, opened)]]
-        task, n_inputs = handed_over_by_this_task(self._worker)
-        nbytes = len(data) * opened.row_nbytes
-        return self._task_inputs.add(task, n_inputs, partition_id, opened, nbytes)
+        execution, nbytes = execution_in_this_thread(self._worker), len(data) * opened.row_nbytes
+        return self._task_inputs.add(execution, partition_id, opened, nbytes)
 
     def _shards_of(self, inputs: Inputs) -> Iterator[tuple[str, wire.ShardHeader, Any]]:
         opened = self._opened(inputs)

@@ -28,7 +28,7 @@ from dask_gpurt.plugins.patches.graphs.graph_swap import culled
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     ChainFinder,
     barriers,
-    handed_over_by_this_task,
+    execution_in_this_thread,
     keep_known,
     n_inputs,
     write,
@@ -254,17 +254,21 @@ def test_inputs_of_a_task_run_one_after_the_other():
 
 
 def told(number):
-    return handed_over_by_this_task(get_worker())
+    execution = execution_in_this_thread(get_worker())
+    return execution.key, execution.n_inputs, execution.start_s
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_a_task_knows_how_many_inputs_it_hands_over(c, s, a):
-    assert await c.submit(told, 0, key="alone") == ("alone", 1)
-    assert handed_over_by_this_task(a) == (None, 1), "no task runs in this thread"
+    key, n_inputs, start_s = await c.submit(told, 0, key="alone")
+    assert (key, n_inputs) == ("alone", 1)
+    assert execution_in_this_thread(a) == (None, 0.0, 1), "no task runs in this thread"
     several = [Task(("out", number), told, number) for number in range(3)]
     last = Task("last", min, *(TaskRef(task.key) for task in several))
     graph = {"group": Task.fuse(*several, last, key="group")}
-    assert await c.get(graph, "group", sync=False) == ("group", 3)
+    key, n_inputs, later_s = await c.get(graph, "group", sync=False)
+    assert (key, n_inputs) == ("group", 3)
+    assert later_s > start_s > 0
 
 
 def test_results_of_earlier_attempts_are_ignored():

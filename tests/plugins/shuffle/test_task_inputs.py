@@ -5,14 +5,17 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from dask_gpurt.plugins.patches.graphs.transfer_tasks import Execution
 from dask_gpurt.plugins.shuffle.frame_run import MOST_WAITING_NBYTES, TaskInputs
 
 SMALL_NBYTES = 100
 
 
-def add(inputs: TaskInputs, task: str, n_inputs: int, number: int, data: Any) -> Any:
+def add(
+    inputs: TaskInputs, task: str, n_inputs: int, number: int, data: Any, start_s: float = 1.0
+) -> Any:
     """Hand over a small input; return those to cut now, which are one group."""
-    groups = inputs.add(task, n_inputs, number, data, SMALL_NBYTES)
+    groups = inputs.add(Execution(task, start_s, n_inputs), number, data, SMALL_NBYTES)
     assert len(groups) <= 1
     return groups[0] if groups else []
 
@@ -35,15 +38,24 @@ def test_tasks_do_not_mix():
 def test_a_task_that_failed_half_way_begins_anew():
     inputs = TaskInputs()
     assert add(inputs, "task", 3, 0, "old") == add(inputs, "task", 3, 1, "old") == []
-    assert add(inputs, "task", 3, 0, "new") == add(inputs, "task", 3, 1, "new") == []
-    assert add(inputs, "task", 3, 2, "new") == [(0, "new"), (1, "new"), (2, "new")]
+    assert add(inputs, "task", 3, 0, "new", 2.0) == add(inputs, "task", 3, 1, "new", 2.0) == []
+    assert add(inputs, "task", 3, 2, "new", 2.0) == [(0, "new"), (1, "new"), (2, "new")]
+
+
+def test_an_execution_that_began_in_an_earlier_run_does_not_count():
+    """It handed its first input to that run, the second one to this run, and then it failed."""
+    inputs = TaskInputs()
+    assert add(inputs, "task", 4, 1, "old") == []
+    for number in range(3):
+        assert add(inputs, "task", 4, number, "new", 2.0) == []
+    assert add(inputs, "task", 4, 3, "new", 2.0) == [(number, "new") for number in range(4)]
 
 
 def test_a_task_may_run_again_after_its_last_input():
     inputs = TaskInputs()
-    for attempt in ("first", "second"):
-        assert add(inputs, "task", 2, 0, attempt) == []
-        assert add(inputs, "task", 2, 1, attempt) == [(0, attempt), (1, attempt)]
+    for start_s, attempt in enumerate(("first", "second")):
+        assert add(inputs, "task", 2, 0, attempt, start_s) == []
+        assert add(inputs, "task", 2, 1, attempt, start_s) == [(0, attempt), (1, attempt)]
 
 
 def test_inputs_of_failed_tasks_can_be_forgotten():
@@ -63,28 +75,30 @@ def test_large_inputs_do_not_wait_for_others():
     """A task may make large inputs of little data, such as the names of files."""
     inputs, n = TaskInputs(), 4
     large = MOST_WAITING_NBYTES / n + 1
-    for _ in range(2):  # attempts have the same groups
-        assert inputs.add("task", n, 0, "large", large) == [[(0, "large")]]
-        assert inputs.add("task", n, 1, "small", large - 1) == []
-        assert inputs.add("task", n, 2, "small", 0) == []
-        groups = inputs.add("task", n, 3, "large", large)
+    for start_s in range(2):  # attempts have the same groups
+        task = Execution("task", start_s, n)
+        assert inputs.add(task, 0, "large", large) == [[(0, "large")]]
+        assert inputs.add(task, 1, "small", large - 1) == []
+        assert inputs.add(task, 2, "small", 0) == []
+        groups = inputs.add(task, 3, "large", large)
         assert groups == [[(3, "large")], [(1, "small"), (2, "small")]]
 
 
 def test_a_task_may_have_large_inputs_only():
     inputs = TaskInputs()
     for number in range(2):
-        assert inputs.add("task", 2, number, "data", 1e9) == [[(number, "data")]]
-    assert inputs.add("task", 1, 5, "data", 1e9) == [[(5, "data")]]
+        assert inputs.add(Execution("task", 1.0, 2), number, "data", 1e9) == [[(number, "data")]]
+    assert inputs.add(Execution("task", 2.0, 1), 5, "data", 1e9) == [[(5, "data")]]
 
 
 def test_an_attempt_after_a_large_input_begins_anew():
     inputs = TaskInputs()
-    assert inputs.add("task", 3, 0, "old", 1e9) == [[(0, "old")]]
-    assert inputs.add("task", 3, 1, "old", 0) == []
-    assert inputs.add("task", 3, 0, "new", 1e9) == [[(0, "new")]]
-    assert inputs.add("task", 3, 1, "new", 0) == []
-    assert inputs.add("task", 3, 2, "new", 0) == [[(1, "new"), (2, "new")]]
+    first, second = (Execution("task", start_s, 3) for start_s in (1.0, 2.0))
+    assert inputs.add(first, 0, "old", 1e9) == [[(0, "old")]]
+    assert inputs.add(first, 1, "old", 0) == []
+    assert inputs.add(second, 0, "new", 1e9) == [[(0, "new")]]
+    assert inputs.add(second, 1, "new", 0) == []
+    assert inputs.add(second, 2, "new", 0) == [[(1, "new"), (2, "new")]]
 
 
 def test_inputs_may_be_forgotten_while_one_is_added():
@@ -96,4 +110,4 @@ def test_inputs_may_be_forgotten_while_one_is_added():
             return hash(int(self))
 
     inputs = TaskInputs()
-    assert inputs.add("task", 1, Number(5), "data", 0) == [[(5, "data")]]
+    assert inputs.add(Execution("task", 1.0, 1), Number(5), "data", 0) == [[(5, "data")]]

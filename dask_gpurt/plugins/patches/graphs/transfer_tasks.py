@@ -13,7 +13,8 @@ with fewer inputs is written | |
 | `Task.fuse`, `Alias`, `TaskRef`, `GraphNode.block_fusion`, `.is_coro` | tasks are put into one | |
 | `DataNode.value` | the size of data that a task carries | |
 | `_execute_subgraph` of `dask._task_spec` | tells how many inputs a task hands over | |
-| `thread_state.key`, `TaskState.run_spec` of a worker | tell the task that runs in a thread | |
+| `thread_state.key`, `.start_time`, `TaskState.run_spec` of a worker | tell the task that runs in
+a thread, and its execution | |
 | `TaskState.run_spec` | a shuffle that the scheduler has keeps its tasks | |
 | `Scheduler.stimulus_task_finished` | ignores results of earlier attempts | |
 
@@ -27,7 +28,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dask._task_spec import Alias, DataNode, Task, TaskRef, _execute_subgraph
 from dask.utils import key_split
@@ -260,8 +261,18 @@ def n_inputs(task: Any) -> int:
     return 1
 
 
-def handed_over_by_this_task(worker: Worker) -> tuple[Any, int]:
-    """Return the key of the task that runs in this thread, and how many inputs it hands over."""
+class Execution(NamedTuple):
+    """One execution of a task that hands inputs to a shuffle."""
+
+    key: Any
+    #: When it began. A worker executes a task again only after the earlier execution has ended.
+    start_s: float
+    n_inputs: int
+
+
+def execution_in_this_thread(worker: Worker) -> Execution:
+    """Return the execution that runs in this thread."""
     key = getattr(thread_state, "key", None)
     task = worker.state.tasks.get(key) if key is not None else None
-    return key, n_inputs(task.run_spec) if task is not None else 1
+    start_s = getattr(thread_state, "start_time", 0.0)
+    return Execution(key, start_s, n_inputs(task.run_spec) if task is not None else 1)
