@@ -153,7 +153,8 @@ def forget_handlers() -> None:
 class LostPeers:
     """The patch that tells us when a worker's peer is lost, until `uninstall`.
 
-    A call to a peer whose host is gone would wait until the system gives up its connection.
+    A call to a peer whose host is gone would wait until the system gives up its connection. A
+    worker may have several of these patches, which end in any order.
 
     Parameters
     ----------
@@ -163,19 +164,34 @@ class LostPeers:
 
     def __init__(self, worker: Worker, on_loss: Callable[[str], None]) -> None:
         self._pool: Any = worker.rpc
-        stock = self._pool.remove
-
-        def remove(addr: str, **kwargs: Any) -> None:
-            stock(addr, **kwargs)
-            on_loss(addr)
-
-        self._remove = remove
-        self._pool.remove = remove  # type: ignore[method-assign]
+        self._on_loss = on_loss
+        patched = vars(self._pool).get("remove")
+        if not isinstance(patched, _Remove):
+            patched = _Remove(self._pool.remove)
+            self._pool.remove = patched  # type: ignore[method-assign]
+        self._patched = patched
+        patched.told.append(on_loss)
 
     def uninstall(self) -> None:
-        """Restore stock's method."""
-        if vars(self._pool).get("remove") is self._remove:
+        """Restore stock's method after the last of these patches."""
+        told = self._patched.told
+        if self._on_loss in told:
+            told.remove(self._on_loss)
+        if not told and vars(self._pool).get("remove") is self._patched:
             del self._pool.remove
+
+
+class _Remove:
+    """Stock's `ConnectionPool.remove`, which tells of the removed address."""
+
+    def __init__(self, stock: Callable[..., None]) -> None:
+        self._stock = stock
+        self.told: list[Callable[[str], None]] = []
+
+    def __call__(self, addr: str, **kwargs: Any) -> None:
+        self._stock(addr, **kwargs)
+        for on_loss in tuple(self.told):
+            on_loss(addr)
 
 
 def _n_until_tasks_alone(messages: Sequence[Any]) -> int:

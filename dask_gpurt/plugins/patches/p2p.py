@@ -409,8 +409,9 @@ class RunLookup:
         async def receive(shuffle_id: ShuffleId, run_id: int, data: Any) -> Any:
             try:
                 return await stock_receive(shuffle_id=shuffle_id, run_id=run_id, data=data)
-            except Reschedule as error:
-                # The shuffle restarts. Dask would log an error of a handler with its traceback.
+            except (Reschedule, P2POutOfDiskError) as error:
+                # The shuffle restarts, or gives up. Dask would log an error of a handler with its
+                # traceback, and the sender would take a full disk for a lost connection.
                 return error_message(error)
 
         worker.handlers["shuffle_inputs_done"] = inputs_done

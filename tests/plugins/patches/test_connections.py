@@ -393,6 +393,20 @@ def test_lost_peers_are_told_until_uninstall():
     assert "remove" not in vars(pool.rpc)
 
 
+def test_one_that_is_told_of_lost_peers_may_end_before_another():
+    """A worker has two pools of connections, and either may be idle first."""
+    told = []
+    pool = SimpleNamespace(rpc=ConnectionPool())
+    first, second = (LostPeers(pool, told.append) for _ in range(2))
+    first.uninstall()
+    pool.rpc.remove("tcp://a:1")
+    assert told == ["tcp://a:1"]
+    second.uninstall()
+    pool.rpc.remove("tcp://b:1")
+    assert told == ["tcp://a:1"]
+    assert "remove" not in vars(pool.rpc)
+
+
 def test_forgotten_handlers_are_not_kept_alive():
     class Owner:
         async def handler(self, comm):

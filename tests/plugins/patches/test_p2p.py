@@ -249,6 +249,21 @@ async def test_a_worker_that_has_to_ask_again_logs_no_error(c, s, a, b):
     assert len(await computed) == 20
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_worker_without_a_disk_answers_with_its_error(c, s, a, b):
+    """Stock raises this error of the system at the sender, which takes it for a lost connection."""
+    await dask_gpurt.enable(c)
+
+    async def gave_up(shuffle_id, run_id):
+        raise p2p.P2POutOfDiskError()
+
+    a.plugins["shuffle"]._get_shuffle_run = gave_up
+    with captured_logger("distributed.core") as log:
+        answer = await b.rpc(a.address).shuffle_receive(shuffle_id="x", run_id=1, data={})
+    assert isinstance(p2p.clean_exception(**answer)[1], p2p.P2POutOfDiskError)
+    assert log.getvalue() == ""
+
+
 def test_output_tasks_start_on_their_owner(sides):
     def count_moves(dask_scheduler):
         stock = dask_scheduler.handlers["shuffle_restrict_task"]
