@@ -199,6 +199,30 @@ async def test_a_value_that_is_being_fetched_is_left_to_the_fetch(c, s, *workers
 
 
 @on_cluster()
+async def test_copies_removed_before_its_end_do_not_come_back(c, s, *workers):
+    """One worker answers late. All have used their copies, and Dask has removed these."""
+    s.extensions["amm"].stop()
+    source, *others = workers
+    stock, may_answer = others[-1].handlers["gpurt_broadcast_end"], asyncio.Event()
+
+    async def late(name):
+        await may_answer.wait()
+        return await stock(name=name)
+
+    others[-1].handlers["gpurt_broadcast_end"] = late
+    value = c.submit(made, LARGE_NBYTES, workers=[source.address])
+    await used_by(c, s, value, workers)
+    ts = s.tasks[value.key]
+    await async_poll_for(lambda: len(ts.who_has) == len(workers), timeout=60)
+    for one in others:
+        s.request_remove_replicas(one.address, [value.key], stimulus_id="test")
+    await async_poll_for(lambda: not any(value.key in one.data for one in others), timeout=60)
+    may_answer.set()
+    await async_poll_for(lambda: report(s)["copies"] == len(others), timeout=60)
+    assert {ws.address for ws in ts.who_has} == {source.address}
+
+
+@on_cluster()
 async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
     await used_by(c, s, value, workers)

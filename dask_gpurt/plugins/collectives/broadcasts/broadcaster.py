@@ -122,20 +122,27 @@ class Broadcaster:
         if ts.get_nbytes() < LEAST_NBYTES:
             return
         failed: set[str] = set()
+        #: These report their copies themselves, on the stream of their other messages. To add them
+        #: here could be after Dask has removed them, and nothing would notice that they are gone.
+        reached: set[str] = set()
         for _ in range(N_TRIES):
             holders = [ws for ws in ts.who_has or () if self._can(ws, failed)]
             missing = [
-                ws for ws in targets if ws not in (ts.who_has or ()) and self._can(ws, failed)
+                ws
+                for ws in targets
+                if ws not in (ts.who_has or ()) and self._can(ws, failed | reached)
             ]
             if not holders or len(missing) < LEAST_COPIES:
                 return
             root = min(holders, key=lambda ws: ws.address)
-            failed |= await self._try(ts, root, missing, stock_units)
+            answer = await self._try(ts, root, missing, stock_units)
+            reached.update(answer["reached"])
+            failed.update(answer["failed"])
             if not failed:
                 return
 
-    def _can(self, ws: WorkerState, failed: Collection[str]) -> bool:
-        return ws.address in self._ready and ws.address not in failed
+    def _can(self, ws: WorkerState, excluded: Collection[str]) -> bool:
+        return ws.address in self._ready and ws.address not in excluded
 
     async def _try(
         self,
@@ -143,12 +150,12 @@ class Broadcaster:
         root: WorkerState,
         missing: list[WorkerState],
         stock_units: Callable[[int], int],
-    ) -> set[str]:
-        """Broadcast once; return the workers that failed."""
+    ) -> dict[str, Any]:
+        """Broadcast once; return the addresses that it `reached`, and those that `failed`."""
         others, n_slices = self._way(root.address, missing, nbytes := ts.get_nbytes())
         began_s = time()
         try:
-            answer = await self._scheduler.rpc(root.address).gpurt_broadcast(
+            answer: dict[str, Any] = await self._scheduler.rpc(root.address).gpurt_broadcast(
                 key=ts.key,
                 workers=others,
                 n_slices=n_slices,
@@ -157,15 +164,10 @@ class Broadcaster:
         except Exception as error:
             # The value cannot be pickled, or the worker is gone: stock Dask says so in its way.
             logger.info("a broadcast of %r failed: %r; stock Dask copies it", ts.key, error)
-            return {root.address}
-        for address in answer["reached"]:
-            ws = self._scheduler.workers.get(address)
-            # The worker's own report may come later than this answer.
-            if ws is not None and self._scheduler.tasks.get(ts.key) is ts and ts.state == "memory":
-                self._scheduler.add_replica(ts, ws)
+            return {"reached": {}, "failed": {root.address: str(error)}}
         way = [root.address, *others], n_slices
         self._count(ts.key, nbytes, way, answer, time() - began_s, stock_units)
-        return set(answer["failed"])
+        return answer
 
     async def scatter(
         self, key: Any, value: Serialized, targets: Collection[WorkerState]
