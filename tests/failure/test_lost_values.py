@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from distributed.client import FutureCancelledError
 from distributed.worker_state_machine import FreeKeysEvent
 
 import dask_gpurt
-from tests.failure.gates import DEADLINE_S, until
+from tests.failure.gates import DEADLINE_S, Gate, pass_gate, until
 from tests.failure.memory_stage import (
     assert_no_values_left,
     make_block,
@@ -164,6 +165,30 @@ def test_replica_replaces_a_lost_scattered_value(
         summed = client.submit(sum_of, block, workers=[worker.address], pure=False)
         assert summed.result(DEADLINE_S)
     assert sum_of(block.result(DEADLINE_S)) == summed.result()
+    assert_all_else_goes_on(client)
+
+
+@pytest.mark.usefixtures("kept_replicas")
+def test_queued_tasks_take_the_replica_of_a_lost_value(
+    client: Client, holder: Worker, peer: Worker
+) -> None:
+    """They are ready to run when the worker finds out that it has lost the value."""
+    (block, *_) = cold_of(client, holder)
+    client.replicate([block], 2)
+    spoil(holder, [block.key])
+    with Gate() as gate:
+        first = client.submit(pass_gate, gate.path, workers=[holder.address], priority=10)
+        gate.wait_for()
+        uses = [
+            client.submit(sum_of, block, workers=[holder.address], pure=False) for _ in range(3)
+        ]
+        until(lambda: len(holder.state.ready) == len(uses), "tasks are queued")
+        with contextlib.suppress(KeyError):  # it may have been read ahead, and be gone
+            holder.data[block.key]
+        assert block.key not in holder.data
+        gate.open()
+        assert [use.result(DEADLINE_S) for use in uses] == [sum_of(block.result(DEADLINE_S))] * 3
+        del first
     assert_all_else_goes_on(client)
 
 

@@ -229,8 +229,11 @@ class ManagedMemory:
         spilled = [value for value in claim.values if not value.in_memory]
         read_inputs("memory-read", [value for value in claim.values if value.in_memory])
         try:
-            if not is_ready and not await self._can_begin(key, begun, spilled):
+            lost = set() if is_ready else await self._admitted(key, begun, spilled)
+            if lost or worker_memory.cannot_begin(self._worker, key):
                 return worker_memory.reschedule(key)
+            if not is_ready:
+                read_inputs("disk-read", spilled)
             # The patience is with running tasks: an idle worker did not stall.
             self._progress_at = self._loop.time()
             event = await stock(key, **kwargs)
@@ -242,19 +245,16 @@ class ManagedMemory:
         self._learn(group, key, claim, event)
         return event
 
-    async def _can_begin(
+    async def _admitted(
         self, key: Any, begun: asyncio.Future[set[Hashable]], spilled: Collection[Value]
-    ) -> bool:
-        """Wait until a task is admitted; return False if it lost inputs or was cancelled."""
+    ) -> set[Hashable]:
+        """Wait until a task is admitted; return the inputs that it lost."""
         # The wait counts as time of the task; the lanes report their own seconds separately.
         name, start_s = "disk-read" if spilled else "memory-room", self._owners.ledger.clock()
         with context_meter.meter(name):
             lost = await begun
         enter_phase(self._owners.ledger, name, start_s, key=key)
-        if lost or worker_memory.cannot_begin(self._worker, key):
-            return False
-        read_inputs("disk-read", spilled)
-        return True
+        return lost
 
     def _learn(self, group: str, key: Any, claim: Claim, event: Any) -> None:
         """Learn sizes from a finished task, and enter it into the ledger."""
