@@ -107,31 +107,39 @@ class Lane:
             job = _Job(turn, function, args, path or getattr(function, "__name__", ""), nbytes)
             heapq.heappush(self._jobs, job)
             if len(self._jobs) > self._n_idle and len(self._threads) < self._n_threads:
-                number = len(self._threads)
-                # Daemon threads: when the process ends, unfinished writes are of no use.
-                thread = threading.Thread(
-                    target=self._serve, name=f"gpurt {self.name} {number}", daemon=True
-                )
                 try:
-                    thread.start()
-                except RuntimeError:  # the process cannot start more threads
+                    self._start_thread()
+                except RuntimeError:
                     if not self._threads:
                         self._jobs.clear()  # holds only this job
                         raise
-                else:
-                    self._threads.append(thread)
             self._changed.notify()
             return job.future
+
+    def start(self) -> None:
+        """Start the first thread now, so that no later call fails because there is none.
+
+        Raises
+        ------
+        RuntimeError
+            The process cannot start a thread.
+        """
+        with self._changed:
+            if not self._threads:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        # Daemon threads: when the process ends, unfinished writes are of no use.
+        name = f"gpurt {self.name} {len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     @property
     def n_waiting(self) -> int:
         """Number of calls that have not started."""
         with self._changed:
             return len(self._jobs)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def is_pending(self) -> bool:
         """Return whether a call is waiting or running. Every shapeable kernel launch asks this."""

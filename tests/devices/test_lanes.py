@@ -76,6 +76,16 @@ def test_submit_fails_without_a_thread_and_works_once_one_starts(monkeypatch):
         assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
 
 
+def test_a_started_lane_needs_no_more_threads(monkeypatch):
+    with Lane("lane", 2) as lane:
+        lane.start()
+        lane.start()
+        out_of_threads(monkeypatch)
+        assert lane.submit(divmod, 7, 2).result(PATIENCE_S) == (3, 1)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Lane("lane").start()
+
+
 def test_a_lane_works_with_the_threads_it_could_start(gate, monkeypatch):
     with Lane("lane", 2) as lane:
         held = lane.submit(gate)

@@ -112,7 +112,7 @@ class DataServer:
         Raises
         ------
         _OutOfMemory
-            There is no memory for the value now, or no thread.
+            There is no memory for the value now.
         MemoryError
             The read was abandoned.
         Exception
@@ -126,11 +126,8 @@ class DataServer:
                     self._store.read_for_send, key, priority=Priority.HIGH, path="lend"
                 )
             )
-        except RuntimeError as error:
-            if self._reads.is_closed:
-                return None
-            # The process cannot start a thread now. The peer asks again, and this loop goes on.
-            raise _OutOfMemory from error
+        except RuntimeError:  # the lane is closed
+            return None
         # `reading` itself is not awaited: a lane that closes cancels it, and the message goes on.
         await asyncio.wait([reading])
         if reading.cancelled():

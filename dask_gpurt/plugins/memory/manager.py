@@ -138,6 +138,9 @@ class ManagedMemory:
         self._target_nbytes, self._spill_nbytes = limits
         self._writes = Lane("write", 1, owners.ledger)
         self._reads = Lane("read", 2, owners.ledger)
+        for lane in (self._writes, self._reads):
+            # Moves that were decided must not fail later, when the process may be out of threads.
+            lane.start()
         self._levels = StoreLevels(
             worker,
             settings,
