@@ -173,7 +173,7 @@ async def test_damaged_slices_are_sent_again(c, s, *workers):
 
     def damaging(found, parts, checksum):
         nonlocal n_damaged
-        if checksum and not n_damaged:
+        if not n_damaged:
             n_damaged += 1
             return put(found, parts, checksum ^ 1)
         return put(found, parts, checksum)
@@ -185,6 +185,27 @@ async def test_damaged_slices_are_sent_again(c, s, *workers):
     assert report(s)["copies"] == len(workers)
     for worker in workers:
         assert (worker.data[future.key] == np.arange(N)).all()
+
+
+@on_cluster()
+async def test_changed_slices_in_shared_memory_are_noticed(c, s, *workers):
+    """A sender that has given up reuses its memory, which a slow worker may only read then."""
+    copied_out, changed = BroadcastRun._copied_out, []
+
+    def changing(run, number):
+        lent, checksum = copied_out(run, number)
+        lent[0] ^= 1
+        changed.append(number)
+        return lent, checksum
+
+    value = c.submit(lambda: np.arange(N), workers=[workers[0].address])
+    await value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BroadcastRun, "_copied_out", changing)
+        await c.replicate(value)
+    assert changed
+    for worker in workers:
+        assert (worker.data[value.key] == np.arange(N)).all()
 
 
 @on_cluster()

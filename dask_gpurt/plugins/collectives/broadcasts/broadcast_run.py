@@ -6,8 +6,9 @@ each peer at a time. A peer answers when it has a slice, so nothing piles up at 
 
 If a peer fails, its sender also sends to those that the peer would have sent to.
 
-Slices travel as messages of shuffles do: over shared memory, UCX or Dask's connections, with a
-checksum if they leave the host. On the event loop; copies are made in threads.
+Slices travel as messages of shuffles do: over shared memory, UCX or Dask's connections. All have a
+checksum, also in shared memory: a sender that has given up reuses it, and a slow worker may read it
+later. On the event loop; copies are made in threads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from dask_gpurt.collectives import two_level
 from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
-from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.routing import host_of
@@ -54,7 +54,7 @@ PATIENCE_S = 30.0
 JOIN_PATIENCE_S = 5.0
 #: A broadcast that is slower, in bytes a second, and takes longer than `PATIENCE_S`, has failed.
 LEAST_RATE = 50e6
-#: Number of a slice, its bytes, and its checksum or 0.
+#: Number of a slice, its bytes, and its checksum.
 _HEADER = struct.Struct("<QQQ")
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
@@ -97,7 +97,7 @@ class BroadcastRun:
             for one in self._here:
                 one.set()
         #: Copies of slices that peers on this host read, until all of them have read.
-        self._lent: dict[int, asyncio.Task[Buffer]] = {}
+        self._lent: dict[int, asyncio.Task[tuple[Buffer, int]]] = {}
         self._n_read: Counter[int] = Counter()
         self._tenant = Tenant()
         mine = self._hosts[rank]
@@ -165,8 +165,8 @@ class BroadcastRun:
                 if lent is None:
                     lent = asyncio.create_task(asyncio.to_thread(self._copied_out, number))
                     self._lent[number] = lent
-                buffer = await asyncio.shield(lent)
-                return Message(_HEADER.pack(number, buffer.nbytes, 0), [buffer])
+                buffer, checksum = await asyncio.shield(lent)
+                return Message(_HEADER.pack(number, buffer.nbytes, checksum), [buffer])
             buffer, checksum = await asyncio.to_thread(self._sealed, number)
             header = _HEADER.pack(number, buffer.nbytes, checksum)
             return Message(header, [buffer], wire_nbytes=len(header) + buffer.nbytes)
@@ -206,14 +206,14 @@ class BroadcastRun:
                 parts.append(stretch[a:b])
         return parts
 
-    def _copied_out(self, number: int) -> Buffer:
-        """Return a copy of a slice, where peers on this host can read it."""
+    def _copied_out(self, number: int) -> tuple[Buffer, int]:
+        """Return a copy of a slice, where peers on this host can read it, with its checksum."""
         lent = self._tenant.empty(self._links.outgoing, self._nbytes(number), "slices")
         start = 0
         for part in self._parts(number):
             np.copyto(lent[start : start + part.nbytes], part)
             start += part.nbytes
-        return lent
+        return lent, wire.checksum([lent])
 
     def _sealed(self, number: int) -> tuple[Buffer, int]:
         """Return the bytes of a slice in one stretch, with their checksum."""
@@ -252,15 +252,14 @@ class BroadcastRun:
             await asyncio.to_thread(read)
 
         (found,) = await self._links.fetch(payload, [nbytes], empty, in_thread)
-        if is_inline(payload) or len(parts) != 1 or checksum:
-            await asyncio.to_thread(_put, found, parts, checksum)
+        await asyncio.to_thread(_put, found, parts, checksum)
         self._here[number].set()
         return int(nbytes)
 
 
 def _put(found: Buffer, parts: Sequence[Buffer], checksum: int) -> None:
     """Check received bytes, and copy them to their place unless they are there."""
-    if checksum and wire.checksum([found]) != checksum:
+    if wire.checksum([found]) != checksum:
         raise DamagedError("a slice of a broadcast arrived damaged")
     if len(parts) == 1 and np.may_share_memory(found, parts[0]):
         return
