@@ -16,7 +16,7 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.memory.carrier import NotRestoredError
 from dask_gpurt.memory.store import TieredStore
-from dask_gpurt.plugins.patches import worker_memory
+from dask_gpurt.plugins.patches import gather_dep, worker_memory
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -136,7 +136,10 @@ class DataServer:
             serial = reading.result()
         except (MemoryError, OSError) as error:
             if self._store.is_abandoned(key):
-                raise MemoryError(f"{key!r} cannot be read: {error}") from error
+                raise gather_dep.of_peer(
+                    f"worker {self._worker.address} has no memory to read {key!r} from its disk, "
+                    f"and no running task that could free some: {error}"
+                ) from error
             raise _OutOfMemory from error
         except NotRestoredError as error:
             assert error.__cause__ is not None

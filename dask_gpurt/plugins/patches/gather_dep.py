@@ -55,6 +55,8 @@ logger = logging.getLogger("dask_gpurt.memory")
 PATIENCE_S = 10.0
 #: Time until a busy peer is asked again. Stock Dask waits as long.
 _BUSY_S = 0.15
+#: Attribute of an error that says that memory was short at the peer, not here.
+_OF_PEER = "gpurt_of_peer"
 
 
 class ValueTransfers:
@@ -138,9 +140,13 @@ class ValueTransfers:
         if error is None:
             self._is_short = False
             return event
-        self._warn_once(peer, keys, nbytes, error)
-        if n_ended == self._n_ended:
-            await self._wait_for_room(keys, nbytes, error)
+        if _OF_PEER in error.__dict__:
+            # The peer has waited for room already.
+            self._fail_users(keys, error)
+        else:
+            self._warn_once(peer, keys, nbytes, error)
+            if n_ended == self._n_ended:
+                await self._wait_for_room(keys, nbytes, error)
         return GatherDepBusyEvent(
             worker=peer, total_nbytes=nbytes, stimulus_id=f"gpurt-no-room-{time()}"
         )
@@ -197,9 +203,16 @@ class ValueTransfers:
                     return
             # Tasks that seceded do not count: they may wait for these very values.
             if not self._worker.state.executing:
-                return self._fail_users(keys, nbytes, error)
+                explained = MemoryError(
+                    f"worker {self._worker.address} has no memory for {len(keys)} inputs of "
+                    f"{format_bytes(nbytes)}, and no running task that could free some. Use "
+                    "smaller partitions, fewer threads, or fewer workers to a device"
+                )
+                explained.__cause__ = error
+                return self._fail_users(keys, explained)
 
-    def _fail_users(self, keys: Collection[Any], nbytes: int, error: MemoryError) -> None:
+    def _fail_users(self, keys: Collection[Any], error: MemoryError) -> None:
+        """Fail the tasks that need these values with an error."""
         tasks = self._worker.state.tasks
         users = {
             user
@@ -208,14 +221,7 @@ class ValueTransfers:
             for user in tasks[key].dependents
             if user.state == "waiting"
         }
-        try:
-            raise MemoryError(
-                f"worker {self._worker.address} has no memory for {len(keys)} inputs of "
-                f"{format_bytes(nbytes)}, and no running task that could free some. Use smaller "
-                "partitions, fewer threads, or fewer workers to a device"
-            ) from error
-        except MemoryError as explained:
-            told = error_message(explained)
+        told = error_message(error)
         stimulus_id = f"gpurt-no-room-{time()}"
         for user in users:
             self._worker.batched_send(
@@ -232,6 +238,14 @@ class ValueTransfers:
         # The scheduler assumes that a failed task is no longer on this worker.
         failed = [user.key for user in users]
         self._worker.handle_stimulus(FreeKeysEvent(keys=failed, stimulus_id=stimulus_id))
+
+
+def of_peer(reason: str) -> MemoryError:
+    """Return the error of a worker that has no memory to read a value for its peer."""
+    error = MemoryError(reason)
+    # No class of ours: a peer or a client without this package reads the error, too.
+    error.__dict__[_OF_PEER] = True
+    return error
 
 
 def _memory_error(event: Any) -> MemoryError | None:
