@@ -11,6 +11,7 @@ from distributed import Event, wait
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import DamagedError
 from dask_gpurt.plugins.collectives.groups.group_member import GroupMember
+from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.plugins.collectives.gang import assert_nothing_stays, forced, on_cluster
@@ -148,6 +149,18 @@ async def test_a_rank_leaves_while_its_messages_are_answered(c, s, *workers):
     for event in reversed(release):
         event.set()
     await leaving
+    assert not member._behind
+
+
+@on_cluster(TWO)
+async def test_messages_after_a_failure_are_not_waited_for_without_end(c, s, *workers):
+    """Their peer lives and answers nothing, and the failure has ended earlier messages alone."""
+    member = GroupMember(workers[0], runtime_of(workers[0]), "a group", 0)
+    member.timeout_s, never = 0.01, asyncio.Event()
+    member.end_with(GroupFailure("failed", "an earlier failure"))
+    member.deliver = lambda *_: never.wait()
+    member.send_behind(0, 1, None)
+    await asyncio.wait_for(member._heard(0), 30)
     assert not member._behind
 
 

@@ -195,6 +195,10 @@ class GroupMember:
                 tasks, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not answered:
+                if self.failure is not None:
+                    # It came before these messages, so nothing else ends them.
+                    for task in tasks:
+                        task.cancel()
                 # The failure ends these tasks.
                 why = f"rank {self.rank} made no progress for {self.timeout_s:g} s"
                 self.fail(CollectiveError(f"{why}: peers have not taken its messages"))
