@@ -221,6 +221,22 @@ def test_tasks_that_a_scheduler_has_are_kept():
         assert isinstance(untouched["changed"], Task)
 
 
+def test_known_tasks_come_with_all_that_they_need():
+    """The scheduler may forget them before it gets the graph."""
+    first, second = chain_graph(), chain_graph()
+    barrier = barrier_of(first)
+    write(first, [(barrier, [ChainFinder(first, (), (), {}).chains(barrier)])])
+    (key,) = barrier_of(first).dependencies
+    first[key] = Task(key, sum, TaskRef("in a group"))
+    first["in a group"] = Task("in a group", sum, TaskRef("first"))
+    first["first"] = Task("first", int)
+    known = {one: Known(task) for one, task in first.items()}
+    assert keep_known(second, barrier_of(second), known)
+    assert all(second[one] is first[one] for one in (key, "in a group", "first"))
+    del known["first"]
+    assert not keep_known(chain_graph(), barrier_of(chain_graph()), known)
+
+
 def test_inputs_of_a_task_run_one_after_the_other():
     """Each input is released before another one is made."""
     events: list[str] = []

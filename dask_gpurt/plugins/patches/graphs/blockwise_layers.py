@@ -34,6 +34,7 @@ from dask._task_spec import Task, _execute_subgraph
 from dask.utils import key_split
 
 from dask_gpurt.placement.blockwise_groups import Layer
+from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, spec_of, with_all_needed
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import Graph, may_be_fused, token_of
 
 if TYPE_CHECKING:
@@ -136,37 +137,12 @@ def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
     """
     found: Graph = {}
     for key, task in graph.items():
-        spec = _spec_of(key, known)
+        spec = spec_of(key, known)
         if spec is not None and _needs_groups(spec, task, known):
             # This runs in another thread, and the scheduler may forget a task at any moment.
-            with contextlib.suppress(_Forgotten):
-                found.update(_with_all_needed(spec, graph, known))
+            with contextlib.suppress(Forgotten):
+                found.update(with_all_needed(spec, graph, known))
     return {**graph, **found} if found else graph
-
-
-class _Forgotten(Exception):
-    """The scheduler no longer has all tasks that a known task needs."""
-
-
-def _spec_of(key: Any, known: Mapping[Any, TaskState]) -> GraphNode | None:
-    state = known.get(key)
-    return state.run_spec if state is not None else None
-
-
-def _with_all_needed(spec: GraphNode, graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
-    """Return a task of a scheduler, with all tasks that it needs there, by key."""
-    found, fresh = {spec.key: spec}, [*spec.dependencies]
-    while fresh:
-        key = fresh.pop()
-        if key in found:
-            continue
-        one = _spec_of(key, known)
-        if one is not None:
-            found[key] = one
-            fresh += one.dependencies
-        elif key not in graph and key not in known:
-            raise _Forgotten
-    return found
 
 
 def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskState]) -> bool:
@@ -181,7 +157,7 @@ def _needs_groups(spec: GraphNode, task: GraphNode, known: Mapping[Any, TaskStat
 
 def _result_of(key: Any, task: GraphNode, known: Mapping[Any, TaskState]) -> Any:
     """Return the key of the last task in a group, if this is a group that a task needs."""
-    spec = _spec_of(key, known) if key not in task.dependencies else None
+    spec = spec_of(key, known) if key not in task.dependencies else None
     if isinstance(spec, Task) and spec.func is _execute_subgraph:
         return spec.args[1]
     return key

@@ -37,6 +37,8 @@ from distributed.sizeof import safe_sizeof
 from distributed.utils import key_split_group
 from distributed.worker import thread_state
 
+from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, spec_of, with_all_needed
+
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode
     from distributed import Worker
@@ -236,18 +238,22 @@ def _write(graph: Graph, barrier: Barrier, groups: Sequence[Sequence[Chain]], to
 def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskState]) -> bool:
     """Use the tasks that a scheduler has for a shuffle already; return whether it has them.
 
-    A known task keeps its inputs, so a shuffle must be written as it was the first time.
+    A known task keeps its inputs, so a shuffle must be written as it was the first time. The tasks
+    that it needs come too: the scheduler may forget them before it gets the graph.
     """
     known = tasks.get(barrier.key)
     spec = known.run_spec if known is not None else None
     if not isinstance(spec, P2PBarrierTask):
         return False
-    found = {}
+    found: Graph = {}
     for key in spec.dependencies:
-        one = tasks.get(key)
-        if one is None or one.run_spec is None:
+        one = spec_of(key, tasks)
+        if one is None:
             return False
-        found[key] = one.run_spec
+        try:
+            found.update(with_all_needed(one, graph, tasks))
+        except Forgotten:
+            return False
     graph.update({**found, barrier.key: spec})
     return True
 
