@@ -72,7 +72,7 @@ def test_spilled_value_is_sent_without_entering_memory():
         assert any(store.is_spilled(cold) for store in stores(client))
 
 
-def test_a_process_that_starts_no_more_threads_still_spills_and_reads(monkeypatch):
+def test_a_process_that_starts_no_more_threads_still_spills(monkeypatch):
     """Containers limit the threads of a process. The store began with the ones that it needs."""
     start, refused = threading.Thread.start, []
 

@@ -153,7 +153,7 @@ async def test_a_rank_leaves_while_its_messages_are_answered(c, s, *workers):
 
 
 @on_cluster(TWO)
-async def test_messages_after_a_failure_are_not_waited_for_without_end(c, s, *workers):
+async def test_messages_after_a_failure_are_not_awaited_for_ever(c, s, *workers):
     """Their peer lives and answers nothing, and the failure has ended earlier messages alone."""
     member = GroupMember(workers[0], runtime_of(workers[0]), "a group", 0)
     member.timeout_s, never = 0.01, asyncio.Event()

@@ -393,7 +393,7 @@ def test_lost_peers_are_told_until_uninstall():
     assert "remove" not in vars(pool.rpc)
 
 
-def test_one_that_is_told_of_lost_peers_may_end_before_another():
+def test_either_of_two_told_of_lost_peers_may_end_first():
     """A worker has two pools of connections, and either may be idle first."""
     told = []
     pool = SimpleNamespace(rpc=ConnectionPool())

@@ -42,7 +42,7 @@ def test_a_task_that_failed_half_way_begins_anew():
     assert add(inputs, "task", 3, 2, "new", 2.0) == [(0, "new"), (1, "new"), (2, "new")]
 
 
-def test_an_execution_that_began_in_an_earlier_run_does_not_count():
+def test_an_execution_of_an_earlier_run_does_not_count():
     """It handed its first input to that run, the second one to this run, and then it failed."""
     inputs = TaskInputs()
     assert add(inputs, "task", 4, 1, "old") == []
