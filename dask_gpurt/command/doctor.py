@@ -22,7 +22,8 @@ from dask_gpurt.command.checks.slurm import job_environ, job_facts, slurm_findin
 from dask_gpurt.command.connect import ConnectError, address_of, ask, connected, silent
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width, wrapped
-from dask_gpurt.command.run_report import advice, device_note, times
+from dask_gpurt.command.run_report import device_note, times
+from dask_gpurt.tracing.advice import of_fallback
 
 _BAD_USAGE = 2
 
@@ -88,7 +89,7 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
     findings += _versions(found)
     for worker, report in sorted(found["workers"].items()):
         if problem := found["not_ready"].get(worker):
-            findings.append(Finding("problem", "worker", problem, advice(problem)))
+            findings.append(Finding("problem", "worker", problem, _fallback_remedy(problem)))
         elif report:
             findings.append(Finding("ok", "worker", f"{worker}: on, {report['version']}"))
             findings.append(_memory(worker, report))
@@ -98,13 +99,15 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
             findings.append(Finding("problem", "worker", text, _STUCK_REMEDY))
         elif found["active"]:
             text = f"{worker} has not reported that it is ready"
-            findings.append(Finding("note", "worker", text, advice("no word from worker")))
+            findings.append(
+                Finding("note", "worker", text, _fallback_remedy("no word from worker"))
+            )
     findings += _topology(found)
     findings += _links(found)
     findings += _open_files(found)
     for one in found["fallbacks"]:
         text = f"{one['what']} ran on stock Dask {times(one['count'])}: {one['why']}"
-        findings.append(Finding("note", "fallback", text, advice(one["why"])))
+        findings.append(Finding("note", "fallback", text, _fallback_remedy(one["why"])))
     if found["active"] and not found["fallbacks"]:
         findings.append(Finding("ok", "fallback", "no shuffle fell back to stock Dask"))
     return findings
@@ -243,6 +246,8 @@ _PATHS = {
     "ucx": "over UCX",
     "comm": "through Dask's own connections",
 }
+#: The same, and what UCX may do beyond.
+_BETTER = {**_PATHS, "device": "from device to device"}
 
 #: Remedies for a transport that is not used, by a part of the reason.
 _LINK_REMEDIES = {
@@ -260,6 +265,11 @@ _LINK_REMEDIES = {
 def _link_remedy(why: str) -> str:
     remedies = (remedy for part, remedy in _LINK_REMEDIES.items() if part in why)
     return next(remedies, "")
+
+
+def _fallback_remedy(why: str) -> str:
+    sentence = of_fallback(why)
+    return sentence[0].lower() + sentence[1:-1]
 
 
 def _links(found: Mapping[str, Any]) -> list[Finding]:
@@ -280,7 +290,7 @@ def _links(found: Mapping[str, Any]) -> list[Finding]:
             for reason in one["why_not"].items():
                 reasons[reason] += one["peers"]
         for (better, why), count in reasons.most_common():
-            text = f"{count} of them not {_PATHS[better]}: {why}"
+            text = f"{count} of them not {_BETTER[better]}: {why}"
             findings.append(Finding("note", "links", text, _link_remedy(why)))
     return findings
 

@@ -112,14 +112,3 @@ def device_note(device: Mapping[str, Any] | None) -> str | None:
 def times(count: int) -> str:
     """Return `once`, or the number of times."""
     return "once" if count == 1 else f"{count} times"
-
-
-def advice(why: str) -> str:
-    """Return advice about a fallback."""
-    if "pip install" in why:
-        return "follow that advice, then restart the worker"
-    if "no adapter" in why:
-        return "use pandas DataFrames, or leave this one to stock Dask"
-    if "no word from worker" in why:
-        return "check the log of that worker, or restart it"
-    return "see the logs of the scheduler and the workers"

@@ -27,6 +27,17 @@ MEMORY_WAIT = (
 RESTARTS = "See the log lines of the scheduler and the workers: workers died, or results were lost."
 
 
+def of_fallback(why: str) -> str:
+    """Return the advice for a shuffle that ran on stock Dask, given the reason."""
+    if "pip install" in why:
+        return "Install the package there, and restart the worker."
+    if "no adapter" in why:
+        return "Use DataFrames of pandas, GeoPandas or cuDF themselves, and not of a subclass."
+    if "no word from worker" in why:
+        return "Check the log of that worker, or restart it."
+    return "See the reason, and the logs of the scheduler and the workers."
+
+
 def of_spill(is_shards: bool) -> tuple[str, str]:
     """Return the advice if data went to disk, and the setting to paste.
 

@@ -1,7 +1,7 @@
 """Rules that find what limits a program, from figures that the runtime keeps anyway.
 
 The figures are those of `status` and `run`: summaries of shuffles, and sums over all workers. The
-guide "A slow shuffle" explains each rule under its identifier. Rules over a trace know more, and
+guide "A shuffle is slow" explains each rule under its identifier. Rules over a trace know more, and
 use the same identifiers. Pure functions over numbers; `live_verdict` chooses among what they find.
 """
 
@@ -298,16 +298,10 @@ def _stock_shuffle(facts: LiveFacts) -> Bottleneck | None:
     most = max(facts.fallbacks, key=lambda one: int(one["count"]))
     n = sum(one["count"] for one in facts.fallbacks)
     total = n + facts.runs["gpurt"]
-    why = str(most["why"])
-    change = "See the reason, and the logs of the scheduler and the workers."
-    if "no adapter" in why:
-        change = "Use DataFrames of pandas or cuDF themselves, and not of a subclass."
-    elif "pip install" in why:
-        change = "Install the package there, and restart the worker."
     return Bottleneck(
         "stock-shuffle",
         f"{n} of {count_text(total, 'shuffle')} ran on stock Dask, mostly: {most['what']}",
-        change,
+        advice.of_fallback(str(most["why"])),
     )
 
 

@@ -177,6 +177,12 @@ def test_memory_that_is_not_shared_has_a_remedy(why: str, remedy: str) -> None:
     assert remedy in note.remedy
 
 
+def test_a_gpu_that_ucx_does_not_reach_is_named() -> None:
+    paths = [{"path": "ucx", "why_not": {"device": "UCX without CUDA"}, "peers": 1}]
+    (_, note) = _links({"workers": {"tcp://a": {"paths": paths}}})
+    assert note.text == "1 of them not from device to device: UCX without CUDA"
+
+
 def test_every_problem_of_a_cluster_has_a_remedy() -> None:
     side = {"host": {"python": "3.11.7.final.0"}, "packages": {"dask": "1", "pandas": "3"}}
     other = {"host": {"python": "3.12.1.final.0"}, "packages": {"dask": "1", "pandas": "2"}}

@@ -20,6 +20,7 @@ from dask_gpurt.metrics import MEANING
 from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.activation import read_status
 from dask_gpurt.plugins.scheduler import gpurt_scheduler
+from dask_gpurt.tracing import advice
 from tests.conftest import Sides
 
 
@@ -187,7 +188,7 @@ def test_bytes_of_stock_shuffles_are_not_said_to_be_none(n_stock: int, shown: st
 
 @pytest.mark.parametrize("why", ["pip install x", "no adapter", "no word from worker"])
 def test_advice_depends_on_the_reason(why: str) -> None:
-    assert run_report.advice(why) != run_report.advice("something else")
+    assert advice.of_fallback(why) != advice.of_fallback("something else")
 
 
 class Terminal(io.StringIO):
