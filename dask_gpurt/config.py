@@ -149,7 +149,7 @@ class CollectiveSettings:
     Attributes
     ----------
     enabled
-        Whether replicas that a client asks for are broadcast, and stay.
+        Whether there are broadcasts, replicas that stay, sliced reductions, and groups of ranks.
     order
         "stock" or "any": the order in which reductions combine floats.
     """
