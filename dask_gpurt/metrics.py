@@ -17,9 +17,9 @@ MEANING: dict[str, str] = {
     "spilled_nbytes": "shuffle bytes written to disk",
     "unspilled_nbytes": "shuffle bytes read back from disk",
     "messages": "shuffle messages sent",
-    "partitions_in": "input partitions split",
-    "partitions_out": "output partitions assembled",
-    "shuffle_runs": "shuffle runs joined",
+    "partitions_in": "input partitions cut",
+    "partitions_out": "output partitions joined",
+    "shuffle_runs": "shuffle runs, counted on each worker that took part",
 }
 
 #: Sums over all workers and figures of the scheduler that live verdicts use, and their meanings.

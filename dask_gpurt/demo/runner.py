@@ -192,7 +192,7 @@ def run_demo(
 
     Returns
     -------
-    Report
+    DemoReport
         A workload that fails, or gives a wrong answer, has a row with the difference. Only
         ``KeyboardInterrupt`` and the like are raised.
     """

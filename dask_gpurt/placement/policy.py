@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from dask_gpurt.placement.cost import Cost, Task, WorkerSnapshot, costs, is_surely_cheaper
 from dask_gpurt.placement.joins import met_nbytes
@@ -78,13 +78,6 @@ class Decision(NamedTuple):
     worker: str | None
     costs: dict[str, Cost]
     stock: str | None
-
-
-class Policy(Protocol):
-    """A policy that chooses a worker."""
-
-    def decide(self, snapshot: Snapshot) -> Decision:
-        """Return a decision, the same one for the same snapshot, never outside `snapshot.valid`."""
 
 
 def _allowed(snapshot: Snapshot, addresses: Iterable[str]) -> set[str]:

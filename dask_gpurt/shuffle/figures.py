@@ -227,18 +227,24 @@ class RunSum:
         Returns
         -------
         dict
-            `rows`; `nbytes` (sent to an owner, local ones included); `sent_nbytes`; `raw_nbytes`
-            (the part of these that had to leave its host); `wire_nbytes` (bytes sent for that
-            part); `seconds` by phase, summed over workers; `busiest_link` (from, to, bytes of
-            shards, seconds); `skew` (rows of the most loaded worker over the mean); `fullest`
-            partitions with their rows; `hot` ones of these, which alone load a worker beyond what
-            the assignment of owners tolerates; and `mean_rows` of a partition. Chunks of arrays are
-            never hot. For a verdict: `lasted_s`; the number of `workers` and their `threads`;
-            `cpu_s`; `partitions_in` and `partitions_out`, and how many `outputs` of these were
-            assembled; `room_s` (waits for shards to be
-            written); `longest_sender` (worker, bytes on the wire, seconds in which it was sending
-            to another host, and the bytes a second that its busiest link can carry, 0 if unknown);
-            and `most_unpack_s` (seconds of `unpack` for each thread of the worker with most).
+            - `rows`: rows that went in.
+            - `nbytes`: bytes sent to an owner, local ones included. `sent_nbytes` left their
+              worker, and `raw_nbytes` their host; `wire_nbytes` were sent for these.
+            - `seconds`: by phase, summed over workers.
+            - `busiest_link`: from, to, bytes of shards, seconds.
+            - `skew`: rows of the most loaded worker, divided by the mean.
+            - `fullest`: partitions with their rows. `hot` ones alone load a worker beyond what the
+              assignment of owners tolerates; chunks of arrays never do.
+            - `mean_rows`: of a partition.
+
+            For a verdict:
+
+            - `lasted_s`, `cpu_s`, the number of `workers`, and of their `threads`.
+            - `partitions_in`, `partitions_out`, and how many `outputs` of these were assembled.
+            - `room_s`: waits for shards to be written.
+            - `longest_sender`: worker, bytes on the wire, seconds in which it was sending to
+              another host, and the bytes a second that its busiest link can carry; 0 if unknown.
+            - `most_unpack_s`: seconds of `unpack` for each thread of the worker with most.
         """
         if more:
             whole = copy.deepcopy(self)

@@ -12,7 +12,7 @@ class Bottleneck:
     Attributes
     ----------
     rule
-        Identifier of the rule that found it, such as "slow-link". The guide "A slow shuffle"
+        Identifier of the rule that found it, such as "slow-link". The guide "A shuffle is slow"
         explains each rule under its identifier.
     evidence
         A sentence with the numbers that show it.

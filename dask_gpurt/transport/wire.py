@@ -250,7 +250,9 @@ def _decode(header: memoryview) -> list[ShardHeader]:
         if n_numbers + n_parts * 8 + n_table > len(header) - position:
             raise ProtocolError("row counts, origins, parts or table longer than their message")
         if number >= count or arrow + pickle > nbytes:
-            raise ProtocolError(f"shard {number} of {count} contradicts itself")
+            raise ProtocolError(
+                f"shard {number} of {count}: its number or its sections are out of range"
+            )
         rows = bytes(header[position : position + n_slots * _ROWS.itemsize])
         position += len(rows)
         origins = bytes(header[position : position + n_origins * _ORIGIN_NBYTES])
@@ -279,7 +281,9 @@ def _decode(header: memoryview) -> list[ShardHeader]:
         )
         # The receiver allocates memory for the parts before they arrive.
         if shards[-1].wire_nbytes > nbytes or (not table and shards[-1].parts != (nbytes,)):
-            raise ProtocolError(f"shard {number} of {count} contradicts itself")
+            raise ProtocolError(
+                f"shard {number} of {count}: its parts do not add up to {nbytes} bytes"
+            )
     if position != len(header):
         raise ProtocolError(f"{len(header) - position} bytes too many in a shuffle message")
     return shards

@@ -128,7 +128,7 @@ def test_the_checksum_covers_each_byte_of_a_partly_encoded_shard():
 def test_no_more_memory_is_allocated_than_announced():
     """For an encoded shard, memory is allocated for the received parts and for the shard itself."""
     header = replace(SHARDS[1].header, buffer_nbytes=8, parts=(1 << 62,), table=b"\0" * 18)
-    with pytest.raises(ProtocolError, match="contradicts itself"):
+    with pytest.raises(ProtocolError, match=r"out of range|do not add up"):
         messages.buffer_lengths(wire.decode(wire.encode([header])), 5000)
 
 

@@ -83,7 +83,9 @@ def packages() -> list[Finding]:
             found.append(Finding("ok", name, version))
         elif name == "dask-gpurt":
             text = "runs from a directory, without being installed"
-            remedy = "pip install dask-gpurt, for Dask to find its defaults and commands"
+            remedy = (
+                "run `pip install .` in the checkout, so that Dask finds its defaults and commands"
+            )
             found.append(Finding("note", name, text, remedy))
         else:
             found.append(Finding("problem", name, "not installed", f"pip install {name}"))

@@ -167,7 +167,7 @@ def _goes_on(pairs: Pairs, turn: Turn, is_stock: bool) -> bool:
             pairs.code = _NOT_COMPARED
         elif not turn.report:
             pairs.problem = (
-                f"it told nothing of its turn on {_STOCK if is_stock else _ENABLED}: a program "
+                f"its turn on {_STOCK if is_stock else _ENABLED} left no measurements: a program "
                 "that ends with `os._exit`, or becomes another one, cannot be measured"
             )
             pairs.code = _NOT_COMPARED

@@ -183,7 +183,7 @@ def _column_node(values: Any, into: Into) -> Node:
     column = decompose(values)
     if column.objects is not None:
         return into.pickled(values)
-    # Only an index can have a `Counting` part, so these are arrays.
+    # Only an index can have a `RowCounts` part, so these are arrays.
     parts = [array_node(np.asarray(p), into, may_be_read_only=False) for p in column.parts]
     arrow = None if column.arrow is None else into.node(_in_fewer_chunks(column.arrow))
     return ["column", column.layout.to_plain(), parts, arrow]

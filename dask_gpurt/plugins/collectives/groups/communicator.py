@@ -28,7 +28,7 @@ from dask_gpurt.plugins.collectives.groups.torch_start import run_with_torch
 if TYPE_CHECKING:
     from distributed import Client
 
-#: Ranks come before other tasks of their workers: those of the same gang wait for them.
+#: Ranks run before other tasks of their workers: other ranks of the gang wait for them.
 PRIORITY = 1000
 
 
@@ -135,7 +135,7 @@ class Communicator:
         return activation.scheduler_of(self._client)
 
     def rebuild(self) -> Communicator:
-        """Return a communicator for those of these workers that are still there.
+        """Return a communicator for the workers that are still there.
 
         With an asynchronous client: an awaitable of it.
         """

@@ -2,9 +2,9 @@
 
 A *gang* is the ranks of one group, one a worker. They run at the same time or not at all:
 
-1. The client asks for the workers (`gpurt_gang_begin`). The gang waits for those of other gangs,
-   with the locks that `distributed.MultiLock` takes on the addresses, as xgboost does. All are
-   asked for at once, so gangs cannot wait for each other in a circle.
+1. The client asks for the workers (`gpurt_gang_begin`). The gang waits until no other gang has one
+   of them. It takes the locks of `distributed.MultiLock` on their addresses, as xgboost does, and
+   asks for all at once, so gangs cannot wait for each other in a circle.
 2. The client submits a task to each worker. Each waits until all have begun (`gpurt_gang_join`).
 3. The gang has ended when all ranks have left, or their tasks or workers are gone.
 

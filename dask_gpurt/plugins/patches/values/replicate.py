@@ -210,7 +210,7 @@ class KeptReplicas:
 
 
 class TaskVersions:
-    """Numbers of tasks, from 1: a task has another one than an earlier task with its key."""
+    """Version numbers of tasks, from 1: a new task with an old key gets a new number."""
 
     def __init__(self) -> None:
         self._numbers: ByTask[int] = ByTask()

@@ -9,8 +9,9 @@ the first of these that applies:
    was planned for it (`dask_gpurt.placement.contractions`).
 3. Without siblings, an idle worker as good as stock Dask's, on the host of the previous root task:
    Dask orders tasks so that neighbours are needed together. Stock Dask spreads three kinds of
-   tasks: those whose outputs are joined with nothing, operands without a plan, and those joined
-   with more than one host makes. Their results go to many hosts, and need many links.
+   tasks: those whose outputs are joined with nothing, operands without a plan, and those that are
+   joined with more results than one host makes. Their results go to many hosts, and need many
+   links.
 
 Three kinds of workers are then avoided:
 

@@ -190,8 +190,8 @@ def client_bound(found: Findings) -> Bottleneck | None:
     )
     return Bottleneck(
         "client-bound",
-        f"for {seconds_text(saves_s)} the cluster had nothing to do that mattered; the longest "
-        f"time, {seconds_text(longest.end_s - longest.start_s)}, began at "
+        f"for {seconds_text(saves_s)} the critical path waited for the client; the longest "
+        f"wait, {seconds_text(longest.end_s - longest.start_s)}, began at "
         f"{seconds_text(longest.start_s)}",
         "Submit the next work before the results of the last are there: give several results to "
         "one `dask.compute`, or use `persist` and futures.",

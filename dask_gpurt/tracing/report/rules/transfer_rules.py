@@ -141,8 +141,8 @@ def compression(found: Findings) -> Bottleneck | None:
     _, row = max(saved, key=lambda pair: pair[0])
     return Bottleneck(
         "compression",
-        f"compression is off, and {row.link} carried only {rate_text(row.rate)}; half of the "
-        f"bytes would be {seconds_text(saves_s)} less on the critical path",
+        f"compression is off, and {row.link} carried only {rate_text(row.rate)}; with half of the "
+        f"bytes, the critical path would be {seconds_text(saves_s)} shorter",
         "Let the runtime compress what gets smaller, where that is faster than the link.",
         "gpurt.shuffle.compression: auto",
         saves_s,
