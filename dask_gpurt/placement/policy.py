@@ -138,7 +138,11 @@ def choose_as_stock(
     needed_nbytes: int,
     bandwidth: float,
 ) -> str | None:
-    """Return the worker among `holders` that minimises `Stock.objective`, from held bytes."""
+    """Return the worker among `holders` on which a task starts first, as stock Dask estimates it.
+
+    That is the minimum of `Scheduler.worker_objective`. Stock Dask breaks ties by the order of a
+    set, this function by address.
+    """
     stock: tuple[float, int, str] | None = None
     soonest_s = inf
     for worker in workers:
@@ -172,34 +176,6 @@ def stock_if_uncertain(
         return worker
     is_surely = is_surely_cheaper(task, known[worker], known[stock], places, uncertainty)
     return worker if is_surely else stock
-
-
-class Stock:
-    """The policy of distributed: holders of inputs only, one bandwidth for all links.
-
-    Where distributed breaks ties by the order of a set, this class breaks them by address.
-    """
-
-    def decide(self, snapshot: Snapshot) -> Decision:
-        inputs = snapshot.task.inputs
-        holders = _allowed(snapshot, (holder for one in inputs for holder in one.holders))
-        if not holders:
-            holders = set(snapshot.idle if snapshot.valid is None else snapshot.valid)
-        workers = snapshot.workers(holders)
-        chosen = min(
-            ((*self.objective(snapshot, one), one.address) for one in workers), default=None
-        )
-        address = None if chosen is None else chosen[-1]
-        return Decision(address, {}, address)
-
-    @staticmethod
-    def objective(snapshot: Snapshot, worker: WorkerSnapshot) -> tuple[float, int]:
-        """Return the value to minimise, as `Scheduler.worker_objective` does."""
-        nbytes = 0
-        for one in snapshot.task.inputs:
-            if worker.address not in one.holders:
-                nbytes += one.nbytes
-        return worker.queue_s + nbytes / snapshot.bandwidth_nbytes_per_s, worker.nbytes
 
 
 class DataAware:

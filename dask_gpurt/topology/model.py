@@ -244,9 +244,8 @@ class Topology:
         )
         for number, (node, workers) in enumerate(users):
             for word in workers:
-                # An IPv6 address looks like a pattern, and would not match itself.
                 words.setdefault(word, (number, node))
-                if any(char in word for char in "*?["):
+                if is_pattern(word):
                     patterns.append((number, word, node))
         return words, patterns
 

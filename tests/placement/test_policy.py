@@ -12,7 +12,6 @@ from dask_gpurt.placement.policy import (
     MAX_CANDIDATES,
     MAX_RESTRICTED,
     DataAware,
-    Stock,
 )
 from dask_gpurt.topology.model import LOCAL, Path
 from tests.placement import reference
@@ -27,6 +26,7 @@ from tests.placement.machines import (
     snapshots,
     subsets,
 )
+from tests.placement.stock_policy import Stock
 from tests.test_architecture import ROOT as PACKAGE
 from tests.topology.test_model import load
 
