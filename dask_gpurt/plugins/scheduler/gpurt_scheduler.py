@@ -125,6 +125,33 @@ class GpurtScheduler(SchedulerPlugin):
         self.collectives: ClusterCollectives | None = None
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.readiness.ready)
+        await self._answer_clients()
+        if self.inactive_reason is not None:
+            logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
+            return
+        self._start_placement()
+        self._install()
+        self.is_active = True
+        # Register the plugin now. distributed would do so only after this method, and the plugin
+        # would miss workers that join or leave until then.
+        scheduler.add_plugin(self, name=NAME, idempotent=True)
+        self._opened.set()
+        plugin = self._bootstrap()
+        telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
+        self._registering_workers = asyncio.ensure_future(telling)
+        # A worker whose event loop is blocked gets the plugin later. Until then it is not ready.
+        self._registering_workers.add_done_callback(_log_failure)
+        await asyncio.wait({self._registering_workers}, timeout=readiness.JOIN_TIMEOUT_S)
+
+    async def _answer_clients(self) -> None:
+        """Let clients find this plugin, and read the description of the machines.
+
+        Raises
+        ------
+        ActivationError, ConfigError
+            As from `start`. The plugin does not answer.
+        """
+        scheduler = self.scheduler
         # The extension keeps this plugin, which answers after `disable` too.
         scheduler.extensions[NAME] = self
         scheduler.handlers["gpurt_status"] = weak_handler(self.status)
@@ -141,37 +168,25 @@ class GpurtScheduler(SchedulerPlugin):
             del scheduler.handlers["gpurt_status"]
             scheduler.log_event(bootstrap.EVENTS, {"answers": False})
             raise
-        if self.inactive_reason is not None:
-            logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
-            return
-        self._start_placement()
-        gatherer = Gatherer(scheduler, self.status, self.readiness.ready, self.tally)
+
+    def _install(self) -> None:
+        """Install the handlers, patches and the page of this scheduler, which `_stop` removes."""
+        scheduler, ready = self.scheduler, self.readiness.ready
+        gatherer = Gatherer(scheduler, self.status, ready, self.tally)
         methods: list[Handler] = [self.configure, self.counted, self.disable, self.explain]
         methods += [self.next_uses, self.planes.sketch, self.topology, self.worker_ready]
         self._handlers = weak_handlers(*methods, prefix="gpurt_")
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
         self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
-        takes_part = self.readiness.ready.__contains__
-        swap = p2p.SpecSwap(scheduler, self._choose, self.readiness.wait, takes_part)
+        swap = p2p.SpecSwap(scheduler, self._choose, self.readiness.wait, ready.__contains__)
         self._replaced: list[Any] = [swap, self._restarts, OutputOwners(scheduler)]
         self._replaced.append(FewerTasks(scheduler))
         if self.settings.collectives.enabled:
-            told = self.readiness.ready, self.readiness.wait, lambda: self.settings
+            told = ready, self.readiness.wait, lambda: self.settings
             self.collectives = ClusterCollectives(scheduler, *told)
             self._replaced.append(self.collectives)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
-        self.is_active = True
-        # Register the plugin now. distributed would do so only after this method, and the plugin
-        # would miss workers that join or leave until then.
-        scheduler.add_plugin(self, name=NAME, idempotent=True)
-        self._opened.set()
-        plugin = self._bootstrap()
-        telling = scheduler.register_worker_plugin(None, plugin, name=NAME, idempotent=False)
-        self._registering_workers = asyncio.ensure_future(telling)
-        # A worker whose event loop is blocked gets the plugin later. Until then it is not ready.
-        self._registering_workers.add_done_callback(_log_failure)
-        await asyncio.wait({self._registering_workers}, timeout=readiness.JOIN_TIMEOUT_S)
 
     def _why_unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)

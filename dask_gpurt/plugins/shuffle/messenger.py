@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import dask.config
 import numpy as np
@@ -184,18 +184,7 @@ class Messenger:
                 drop_message(unsent)
                 raise
             if answer["status"] == "error":
-                _, error, traceback = clean_exception(**answer)
-                assert error is not None
-                if isinstance(error, ShuffleClosedError):
-                    # The peer is closing, and the scheduler will notice and end this run. Until
-                    # then, treat it as a peer that cannot be reached.
-                    raise OSError(f"{address} is closing") from error
-                if isinstance(error, P2POutOfDiskError):
-                    # An error of the system, which `retry` would take for a lost connection.
-                    run.give_up(error)
-                if isinstance(error, (P2PConsistencyError, P2POutOfDiskError, Reschedule)):
-                    raise ShuffleClosedError(f"{run} is over") from error
-                raise error.with_traceback(traceback)
+                self._raise_error_of(answer, address)
             if "header" in data and answer["status"] == "OK":
                 self._credits[address] = credits.checked(answer.get("credit"))
             return answer
@@ -217,6 +206,22 @@ class Messenger:
             run=run.run_id,
             message=number,
         )
+
+    def _raise_error_of(self, answer: dict[str, Any], address: str) -> NoReturn:
+        """Raise the error with which a peer has answered a message."""
+        run = self._run
+        _, error, traceback = clean_exception(**answer)
+        assert error is not None
+        if isinstance(error, ShuffleClosedError):
+            # The peer is closing, and the scheduler will notice and end this run. Until then, treat
+            # it as a peer that cannot be reached.
+            raise OSError(f"{address} is closing") from error
+        if isinstance(error, P2POutOfDiskError):
+            # An error of the system, which `retry` would take for a lost connection.
+            run.give_up(error)
+        if isinstance(error, (P2PConsistencyError, P2POutOfDiskError, Reschedule)):
+            raise ShuffleClosedError(f"{run} is over") from error
+        raise error.with_traceback(traceback)
 
     @property
     def _device_transport(self) -> str:
