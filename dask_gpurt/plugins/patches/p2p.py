@@ -405,6 +405,10 @@ class RunLookup:
                     # that would end the computation.
                     await worker.finished()
                 raise
+            except P2POutOfDiskError as error:
+                # Stock's scheduler takes errors of the system for lost connections. It would ask
+                # again, and then say that workers are overloaded.
+                raise RuntimeError(str(error)) from error
 
         async def receive(shuffle_id: ShuffleId, run_id: int, data: Any) -> Any:
             try:

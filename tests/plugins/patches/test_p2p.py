@@ -262,6 +262,10 @@ async def test_a_worker_without_a_disk_answers_with_its_error(c, s, a, b):
         answer = await b.rpc(a.address).shuffle_receive(shuffle_id="x", run_id=1, data={})
     assert isinstance(p2p.clean_exception(**answer)[1], p2p.P2POutOfDiskError)
     assert log.getvalue() == ""
+    # And the scheduler would ask it again and again, and then blame the network.
+    with pytest.raises(RuntimeError, match="ran out of available disk space") as raised:
+        await b.rpc(a.address).shuffle_inputs_done(shuffle_id="x", run_id=1)
+    assert not isinstance(raised.value, OSError)
 
 
 def test_output_tasks_start_on_their_owner(sides):
