@@ -53,7 +53,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         set(),
     ),
     # The clock times codecs on samples; the lock guards the measurements.
-    "codecs": ({"errors"}, {"cudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
+    "codecs": ({"errors"}, {"libcudf", "numpy", "nvidia", "pyarrow"}, {"threading", "time"}),
     # Sockets: to ask the kernel about sockets that UCX made, and to restrict who may connect.
     "transport": (
         {"errors", "system_calls"},
@@ -192,7 +192,8 @@ ONLY_IN = {
     "perfetto": {"tracing/formats/protobuf.py"},
     "nvtx": {"devices/cuda/ranges.py"},
     # Only one module may import each device library; others import that module.
-    "cudf": {"frames/device/cudf_.py", "codecs/nvcomp.py"},
+    "cudf": {"frames/device/cudf_.py"},
+    "libcudf": {"codecs/nvcomp.py"},
     "nvidia": {"codecs/nvcomp.py"},
     "prometheus_client": {"plugins/patches/shown/prometheus.py"},
     "pylibcudf": {"frames/device/cudf_.py"},

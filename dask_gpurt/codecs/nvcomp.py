@@ -119,8 +119,11 @@ def _usable() -> Mapping[int, Codec]:
 @cache
 def _library() -> Any:
     with contextlib.suppress(ImportError):
-        # If nvCOMP's libraries are loaded first, cuDF does not find its own.
-        import cudf  # noqa: F401
+        # If nvCOMP's libraries are loaded first, cuDF does not find its own. Not `import cudf`: it
+        # replaces CuPy's allocator, and this process may use CuPy alone.
+        import libcudf
+
+        libcudf.load_library()
     from nvidia import nvcomp
 
     return nvcomp

@@ -106,6 +106,26 @@ def test_cudf_frame_is_spilled_and_read_back(packing):
     assert isinstance(again(packing, frame).index, cudf.RangeIndex)
 
 
+@pytest.mark.parametrize("spilled_by", ["the store", "cuDF"])
+def test_cudf_frame_that_was_spilled_is_cut(packing, spilled_by):
+    """pylibcudf reads the memory of its columns by their addresses."""
+    cudf = pytest.importorskip("cudf", reason="cuDF is not installed")
+    from cudf.core.buffer.spill_manager import get_global_manager
+
+    from dask_gpurt.frames.device.cudf_ import CudfTables
+
+    with cudf.option_context("spill", spilled_by == "cuDF"):
+        frame = cudf.DataFrame({"n": [1, None, 3], "name": ["a", "bb", None]})
+        if spilled_by == "cuDF":
+            assert get_global_manager().spill_device_memory(nbytes=1 << 40) > 0
+        else:
+            frame = again(packing, frame)
+        tables, meta = CudfTables(), frame.head(0)
+        table, kinds = tables.take_apart(frame, meta)
+        found = tables.put_together(tables.gather(table, np.array([2, 0])), kinds, meta)
+        assert found.to_pandas()["name"].tolist() == [None, "a"]
+
+
 @contextlib.contextmanager
 def small_pool():
     """Let CuPy allocate from a pool with a limit of 16 MiB."""

@@ -102,6 +102,17 @@ class CudfMemory:
             _wait_for_ours()
 
 
+def with_addresses(arrays: Sequence[Any]) -> list[Any]:
+    """Return device arrays as pylibcudf takes them for the memory of columns: with an address.
+
+    cuDF itself accepts arrays of CuPy for its buffers, but pylibcudf cannot read columns over them.
+    """
+    return [
+        plc.gpumemoryview(one) if hasattr(type(one), "__cuda_array_interface__") else one
+        for one in arrays
+    ]
+
+
 class CudfTables:
     """The `Tables` of `frames.device.device_frames` for cuDF."""
 
@@ -112,6 +123,9 @@ class CudfTables:
         self, frame: cudf.DataFrame, meta: cudf.DataFrame
     ) -> tuple[plc.Table, list[Kind]]:
         levels = _levels(frame.index)
+        if cudf.get_option("spill"):
+            for one in (*frame._columns, *levels._columns):
+                _expose(one.plc_column)
         dtypes = [*frame.dtypes, *levels.dtypes]
         expected = [*meta.dtypes, *_levels(meta.index).dtypes]
         kinds = [_kind(dtype, wanted) for dtype, wanted in zip(dtypes, expected, strict=True)]
@@ -269,6 +283,19 @@ def _levels(index: cudf.Index) -> cudf.DataFrame:
     if index.nlevels > 1:
         return index.to_frame(index=False, name=list(range(index.nlevels)))
     return index.to_frame(index=False, name=0)
+
+
+def _expose(column: plc.Column) -> None:
+    """Have cuDF, which spills by itself, bring a column back and leave it on the device.
+
+    Without that, pylibcudf gets a spilled buffer without its memory. cuDF does both when a program
+    asks for the address of a buffer.
+    """
+    for buffer in (column.data(), column.null_mask()):
+        if buffer is not None:
+            buffer.ptr  # noqa: B018
+    for child in column.children():
+        _expose(child)
 
 
 def _is_describable(column: plc.Column) -> bool:

@@ -212,7 +212,8 @@ def take_apart(value: Any) -> tuple[Any, Sequence[Any]]:
     Raises
     ------
     ValueRefusedError
-        The library spills the value itself, or the value is on another GPU.
+        The library spills the value itself, or the value is on another GPU, or Dask would rebuild
+        it over memory of RMM alone.
     """
     if _name_of(value) == _CUPY:
         if value.device.id != _NUMBER:
@@ -222,11 +223,14 @@ def take_apart(value: Any) -> tuple[Any, Sequence[Any]]:
 
         header, memory = cupy_.take_apart(value)
         return (_CUPY, header), [memory]
-    if type(value).__module__.partition(".")[0] == "cudf" and cudf_spills():
+    library = type(value).__module__.partition(".")[0]
+    if library == "rmm":
+        raise ValueRefusedError("it is a buffer of RMM")
+    if library == "cudf" and cudf_spills():
         # Two spillers of the same columns would undo each other's work.
         raise ValueRefusedError("cuDF spills by itself")
     header, pieces = value_bytes.take_apart_on_device(value)
-    return ("dask", header), pieces
+    return (library, header), pieces
 
 
 def put_together(header: Any, pieces: Sequence[Any]) -> Any:
@@ -237,6 +241,10 @@ def put_together(header: Any, pieces: Sequence[Any]) -> Any:
 
         (memory,) = pieces
         return cupy_.put_together(inner, memory)
+    if kind == "cudf":
+        from dask_gpurt.frames.device.cudf_ import with_addresses
+
+        pieces = with_addresses(pieces)
     return value_bytes.put_together_on_device(inner, pieces)
 
 
