@@ -129,11 +129,15 @@ def _fits_categorical(layout: Layout) -> bool:
     return has_codes and [type(one) for one in layout.detail] == [bool, bool, bytes]
 
 
+#: Kinds of columns that may be the ends of intervals. Others, with masks, travel as objects.
+_ENDS = frozenset({"plain", "wall"})
+
+
 def _fits_interval(layout: Layout) -> bool:
     parts = tuple(part for child in layout.children for part in child.parts)
     is_closed = layout.detail in (("left",), ("right",), ("both",), ("neither",))
     ends = {child.kind for child in layout.children}
-    return is_closed and parts == layout.parts and ends <= {"plain", "wall"} and len(parts) == 2
+    return is_closed and parts == layout.parts and ends <= _ENDS and len(parts) == 2
 
 
 def _fits_arrow(layout: Layout) -> bool:
@@ -262,7 +266,7 @@ def _decompose_wall(values: Any) -> Column:
 
 def _decompose_interval(values: Any) -> Column:
     ends = [decompose(np_or_extension(end)) for end in (values.left, values.right)]
-    if any(end.layout.arrow or end.layout.objects for end in ends):
+    if not {end.layout.kind for end in ends} <= _ENDS:
         return _decompose_objects(values)
     layout = Layout(
         "interval",

@@ -293,7 +293,8 @@ class PandasFrames:
         index = _index_of(
             [column(n_columns + level) for level in range(len(layout.index))], layout.index_names
         )
-        frame = frame_of_blocks(blocks, index, self._result_meta.columns)
+        # A view: a program that names the columns of one output must not name those of all.
+        frame = frame_of_blocks(blocks, index, self._result_meta.columns.view())
         return self._reconciled(frame, layout.shape)
 
     def _reconciled(self, frame: pd.DataFrame, shape: tuple[Any, ...] | None) -> pd.DataFrame:

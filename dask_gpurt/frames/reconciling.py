@@ -80,9 +80,9 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
     if isinstance(expected, pd.ArrowDtype):
         return _as_arrow(column, expected)
     if isinstance(expected, pd.StringDtype):
-        if column.dtype == _OBJECT or isinstance(column.dtype, pd.StringDtype):
+        if _is_text(column):
             return _cast(column, expected)
-        return _widened(column, expected)
+        return column if column.dtype == _OBJECT else _widened(column, expected)
     if column.dtype == _OBJECT:
         # One partition has objects and others have values. Stock Dask converts through Arrow, which
         # infers the type from the remaining values.
@@ -94,6 +94,16 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
     if is_masked(values) and not column.hasnans and values.dtype.numpy_dtype == expected:
         return column.astype(expected)
     return _widened(column, expected)
+
+
+def _is_text(column: pd.Series) -> bool:
+    """Return whether a column has strings and missing values alone. `astype` takes any object."""
+    dtype: Any = column.dtype
+    if isinstance(dtype, pd.ArrowDtype):
+        return _kind(dtype.pyarrow_dtype) == "text"
+    if dtype == _OBJECT:
+        return bool(pd.api.types.infer_dtype(column, skipna=True) == "string")
+    return isinstance(dtype, pd.StringDtype)
 
 
 def _missing(column: pd.Series, expected: Any) -> pd.Series:

@@ -64,3 +64,10 @@ def test_layout_of_a_real_column_is_accepted(name):
 def test_impossible_column_layout_is_refused(plain):
     with pytest.raises(ValueError, match=r"is carried like|plain memory"):
         Layout.from_plain(plain)
+
+
+def test_intervals_between_masked_numbers_travel_as_objects():
+    """A layout has to be one that a receiver accepts."""
+    ends = pd.array(range(3), dtype="Int64"), pd.array(range(1, 4), dtype="Int64")
+    layout = decompose(pd.arrays.IntervalArray.from_arrays(*ends)).layout
+    assert layout.kind == "objects"

@@ -296,3 +296,15 @@ def test_the_promised_type_replaces_stocks_objects():
     objects = pd.DataFrame({"a": pd.Series([None, "z"], dtype=object)})
     strings = pd.DataFrame({"a": pd.array(["x"], dtype="string[python]")})
     assert shuffled(objects, strings)["a"].tolist() == [None, "z", "x"]
+
+
+def test_outputs_do_not_share_the_names_of_their_columns():
+    """A program may name the columns of one output."""
+    parts = [pd.DataFrame({"slot": 0, "v": [1.0]}) for _ in range(2)]
+    adapter = PandasFrames(parts[0].iloc[:0], "slot", drop_column=True)
+    found = []
+    for part in parts:
+        (body,) = adapter.open(part).gather([Selection(np.arange(1), False)])
+        found.append(adapter.concatenate([Piece(body, 0, 1)]))
+    found[0].columns.name = "named"
+    assert found[1].columns.name is None

@@ -119,6 +119,11 @@ CODED = arrow(pa.dictionary(pa.int8(), pa.string()))
         (pd.Series(["8"], dtype=arrow(pa.string())), "int64[pyarrow]"),
         (pd.Series([7], dtype="int64[pyarrow]"), arrow(pa.string())),
         (pd.Series([300], dtype="int64[pyarrow]"), "int8[pyarrow]"),
+        (objects(["a", "b"], None), "str"),
+        (objects(1, 2), "str"),
+        (objects(b"a", None), "string"),
+        (objects("a", 1), "str"),
+        (objects(decimal.Decimal("1.5"), None), "string[pyarrow]"),
     ],
 )
 def test_values_that_do_not_fit_keep_their_type(column, expected):
@@ -131,6 +136,9 @@ def test_values_that_do_not_fit_keep_their_type(column, expected):
     ("column", "expected"),
     [
         (objects("a", None), arrow(pa.large_string())),
+        (objects("a", None), "str"),
+        (pd.Series(["a", None], dtype=arrow(pa.string())), "str"),
+        (pd.Series(["a"], dtype=arrow(pa.large_string())), "string[pyarrow]"),
         (objects(datetime.date(2020, 1, 1), None), arrow(pa.date32())),
         (objects(1, 2), "int64[pyarrow]"),
         (pd.Series(["a"], dtype=arrow(pa.string())), arrow(pa.large_string())),
