@@ -9,6 +9,7 @@ then narrow it down: a message arrives after it was sent (`shifts`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 #: Exchanges further apart than this belong to two rounds.
@@ -19,6 +20,8 @@ _DRIFT = 1e-4
 _LEAST_S = 1e-6
 #: Rounds of `shifts`.
 _MOST_ROUNDS = 1000
+#: Most rounds in a row after which the largest contradiction is as large as before.
+_MOST_IN_VAIN = 50
 
 
 class ClockExchange(NamedTuple):
@@ -169,6 +172,8 @@ def shifts(
     """
     found = [0.0] * len(errors_s)
     share = [0.0 if one == fixed else max(s, _LEAST_S) for one, s in enumerate(errors_s)]
+    least = inf
+    n_in_vain = 0
     for _ in range(_MOST_ROUNDS):
         worst = 0.0
         for (a, b), (low, high) in limits.items():
@@ -181,6 +186,11 @@ def shifts(
             worst = max(worst, abs(missing))
             found[a] -= missing * share[a] / both
             found[b] += missing * share[b] / both
-        if worst < _LEAST_S:
+        # Limits that contradict each other around a circle are never met.
+        if worst < 0.999 * least:
+            least, n_in_vain = worst, 0
+        else:
+            n_in_vain += 1
+        if worst < _LEAST_S or n_in_vain >= _MOST_IN_VAIN:
             break
     return found

@@ -93,3 +93,19 @@ def test_the_quickest_comparison_of_clocks_counts():
     assert clock_later_s(lambda: float(next(ours)), lambda: 0.0, 3) == 3.5
     times = iter([0.0, 9.0, *[50.0] * 30])
     assert clock_later_s(lambda: next(times), lambda: 20.0, 3) == 30.0
+
+
+def test_contradictions_around_a_circle_do_not_take_all_rounds(monkeypatch):
+    """No shifts meet these limits, and many processes have many limits."""
+    limits = dict.fromkeys(((1, 2), (2, 3), (3, 1)), (0.001, 1.0))
+    rounds = 0
+
+    class Counted(dict):
+        def items(self):
+            nonlocal rounds
+            rounds += 1
+            return super().items()
+
+    found = shifts(Counted(limits), [0.0, 1e-3, 1e-3, 1e-3])
+    assert rounds < 100
+    assert max(map(abs, found)) < 1e-2

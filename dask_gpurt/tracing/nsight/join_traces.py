@@ -10,6 +10,8 @@ from dask_gpurt.tracing.events import Trace, TraceProcess
 
 #: The key of `Trace.about` under which a trace has the pids of its processes, by address.
 PIDS = "pids"
+#: The key of sums of kernels, which the report reads.
+_KERNELS = "kernels"
 
 
 def join(ours: Trace, theirs: Trace) -> Trace:
@@ -61,7 +63,11 @@ def join(ours: Trace, theirs: Trace) -> Trace:
         for one in theirs.instants
         if 0 <= one.at_s + later_s <= ours.wall_s
     ]
-    about = {**ours.about, "joined": [*ours.about.get("joined", []), theirs.about]}
+    joined = {name: value for name, value in theirs.about.items() if name != _KERNELS}
+    about = {**ours.about, "joined": [*ours.about.get("joined", []), joined]}
+    sums = [one.about.get(_KERNELS) for one in (ours, theirs)]
+    if kernels := [row for some in sums if isinstance(some, list) for row in some]:
+        about[_KERNELS] = kernels
     return replace(
         ours,
         processes=processes,

@@ -121,6 +121,20 @@ def test_operands_of_a_product_are_in_no_tree(graph):
     assert {leaf_of(root) for root in a + b} == {None}
 
 
+def test_a_task_that_needs_very_many_is_not_read(graph):
+    """Each leaf is asked for, and each would read all inputs of the task."""
+    roots = [graph.task("load") for _ in range(1_000)]
+    graph.tree(roots)
+
+    class Unread(set):
+        def __iter__(self):
+            pytest.fail("all inputs were read")
+
+    report = graph.task("report", *roots)
+    report.dependencies = Unread(report.dependencies)
+    assert {leaf_of(root) for root in roots} == {None}
+
+
 def test_layers_of_equally_many_tasks_are_no_tree(graph):
     roots = [graph.task("load") for _ in range(16)]
     for i in range(0, 16, 2):

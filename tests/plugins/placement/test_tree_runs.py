@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import math
 import random
@@ -13,7 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Event
+from distributed import Event, Worker
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -217,6 +218,10 @@ def late(block, event):
     return block
 
 
+def first_of(first, *others):
+    return first
+
+
 @gen_cluster(client=True)
 async def test_tasks_of_a_cancelled_tree_are_let_go(c, s, a, b):
     placement = Placement(s, "data-aware")
@@ -232,3 +237,33 @@ async def test_tasks_of_a_cancelled_tree_are_let_go(c, s, a, b):
     await async_poll_for(lambda: not s.tasks, timeout=60)
     gc.collect()
     assert not queued
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_workers_that_join_get_tasks_of_which_none_has_ended(c, s, a):
+    """The runs of earlier workers have all tasks, and nobody knows how long these take."""
+    placement = Placement(s, "data-aware")
+
+    class Joins(SchedulerPlugin):
+        def add_worker(self, scheduler, worker):
+            placement.add_worker(scheduler.workers[worker])
+
+    s.add_plugin(Joins(), name="joins")
+    event = Event()
+    level = [dask.delayed(late)(1, event, dask_key_name=("load-1", n)) for n in range(64)]
+    for depth in range(3):
+        parts = [level[n : n + 4] for n in range(0, len(level), 4)]
+        level = [
+            dask.delayed(first_of)(*part, dask_key_name=(f"part-{depth}", n))
+            for n, part in enumerate(parts)
+        ]
+    result = c.compute(level[0], optimize_graph=False)
+    await async_poll_for(lambda: s.queued, timeout=60)
+    async with contextlib.AsyncExitStack() as stack:
+        new = [await stack.enter_async_context(Worker(s.address, nthreads=1)) for _ in range(3)]
+        # Not after half a second for each queued task.
+        await async_poll_for(
+            lambda: all(s.workers[one.address].processing for one in new), timeout=8
+        )
+        await event.set()
+        assert await result == 1

@@ -9,6 +9,7 @@ from dask_gpurt.tracing.events import LaneWork, Trace, TraceProcess
 from dask_gpurt.tracing.files import read, write
 from dask_gpurt.tracing.nsight.join_traces import join
 from dask_gpurt.tracing.nsight.nsys import read_nsys
+from dask_gpurt.tracing.report.happenings import kernel_rows
 from tests.tracing.nsight.exports import BEGAN_NS, OTHER_PID, PID, write_export
 
 ADDRESS = "tcp://10.0.0.1:4711"
@@ -80,6 +81,9 @@ def test_events_outside_of_our_trace_are_left_out(theirs):
 def test_several_exports_join_one_after_the_other(theirs, tmp_path):
     joined = join(join(ours(-0.5), theirs), theirs)
     assert len(joined.about["joined"]) == 2
+    assert kernel_rows(joined.about) == sorted(
+        2 * kernel_rows(theirs.about), key=lambda row: -row.busy_s
+    )
     assert joined.about["pids"] == {ADDRESS: PID}
     write(joined, tmp_path / "joined.json.gz")
     assert len(read(tmp_path / "joined.json.gz").work) == len(joined.work)

@@ -75,7 +75,11 @@ def _is_tree(node: TaskState) -> bool:
         if len(one.dependents) > MAX_DEPENDENTS:
             return False
         for later in one.dependents:
-            if later is not node and sum(other.group is group for other in later.dependencies) > 1:
+            if later is node:
+                continue
+            # A task that needs very many is not read: this is asked for each of them.
+            n_needed = len(later.dependencies)
+            if n_needed > MAX_INPUTS or sum(o.group is group for o in later.dependencies) > 1:
                 return False
     return True
 

@@ -204,14 +204,18 @@ class TreeRuns:
             last = self._scheduler.tasks[waiting[-1]]
             duration_s = expected_duration_s(self._scheduler, last)
             n_ahead = n_on_threads(victim) + len(waiting) - 1
-            pays = not self._view.is_new(last) and pays_to_take(
-                n_ahead,
-                victim.nthreads,
-                n_on_threads(thief),
-                thief.nthreads,
-                duration_s,
-                self._moved_s(last, thief, victim),
-            )
+            if self._view.is_new(last):
+                # Nobody knows how long they take, but the second one after this can hardly be soon.
+                pays = n_ahead >= 2 * victim.nthreads
+            else:
+                pays = pays_to_take(
+                    n_ahead,
+                    victim.nthreads,
+                    n_on_threads(thief),
+                    thief.nthreads,
+                    duration_s,
+                    self._moved_s(last, thief, victim),
+                )
             wait_s = HOLD_S + n_ahead / victim.nthreads * duration_s
             if not pays and self._hold.may_wait(last, wait_s):
                 return False
