@@ -59,6 +59,8 @@ class TransfersInFlight:
         self.by_worker: dict[str, float] = {}
         self.by_inlet: dict[str, float] = {}
         self.by_outlet: dict[str, float] = {}
+        #: By host link: the workers that receive through the link into the host, or out of it.
+        self._receivers: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""
@@ -67,7 +69,14 @@ class TransfersInFlight:
         now = self._clock()
         for by_uplink in (self.by_inlet, self.by_outlet):
             for name in [name for name, until in by_uplink.items() if until <= now]:
-                del by_uplink[name]
+                self._forget_load(by_uplink, name)
+
+    def forget_loads(self) -> None:
+        """Forget the load of all links: they have other names or speeds now."""
+        for by_uplink in (self.by_inlet, self.by_outlet):
+            by_uplink.clear()
+        for receivers in self._receivers.values():
+            receivers.clear()
 
     def expect(self, address: str, task: Task) -> None:
         """Record that a worker will now fetch the missing inputs of a task."""
@@ -86,11 +95,13 @@ class TransfersInFlight:
                 at += seconds
                 self.by_key.setdefault(one.key, {})[address] = at
                 if all(places[holder][0] != host for holder in one.holders):
-                    self._add_load(self.by_inlet, address, one.nbytes, seconds, now)
+                    self._add_load(self.by_inlet, address, one.nbytes, seconds, now, address)
                     # Workers choose a holder at random.
                     n = len(one.holders)
                     for holder in one.holders:
-                        self._add_load(self.by_outlet, holder, one.nbytes / n, seconds / n, now)
+                        self._add_load(
+                            self.by_outlet, holder, one.nbytes / n, seconds / n, now, address
+                        )
             self._receives_until(address, at)
 
     def expect_from(
@@ -115,11 +126,11 @@ class TransfersInFlight:
                 if not is_near:
                     crossing_nbytes += nbytes
                     crossing_s += seconds
-                    self._add_load(self.by_outlet, holder, nbytes, seconds, now)
+                    self._add_load(self.by_outlet, holder, nbytes, seconds, now, address)
         if is_fetching:
             self._receives_until(address, at)
         if crossing_s:
-            self._add_load(self.by_inlet, address, crossing_nbytes, crossing_s, now)
+            self._add_load(self.by_inlet, address, crossing_nbytes, crossing_s, now, address)
 
     def is_arriving(self, ts: TaskState) -> bool:
         """Return whether an input of a task may be in flight to some worker."""
@@ -173,15 +184,35 @@ class TransfersInFlight:
         return self._busy_s(self.by_outlet, address)
 
     def _busy_s(self, by_uplink: dict[str, float], address: str) -> float:
-        until = by_uplink.get(self._links.uplink(address).name)
+        name = self._links.uplink(address).name
+        until = by_uplink.get(name)
         waiting_s = 0.0 if until is None else until - self._clock()
-        return waiting_s if waiting_s >= LEAST_UPLINK_S else 0.0
+        if waiting_s < LEAST_UPLINK_S:
+            return 0.0
+        workers = self._scheduler.workers
+        for one in self._receivers[by_uplink is self.by_inlet][name]:
+            if (ws := workers.get(one)) is not None and ws.needs_what:
+                return waiting_s
+        # All transfers ended sooner than expected, or are no longer needed.
+        self._forget_load(by_uplink, name)
+        return 0.0
+
+    def _forget_load(self, by_uplink: dict[str, float], name: str) -> None:
+        del by_uplink[name]
+        del self._receivers[by_uplink is self.by_inlet][name]
 
     def _add_load(
-        self, by_uplink: dict[str, float], address: str, nbytes: float, took_s: float, now: float
+        self,
+        by_uplink: dict[str, float],
+        address: str,
+        nbytes: float,
+        took_s: float,
+        now: float,
+        receiver: str,
     ) -> None:
         """Add bytes to the load of a host's link; the whole path takes `took_s` for them."""
         name, rate = self._links.uplink(address)
+        self._receivers[by_uplink is self.by_inlet].setdefault(name, set()).add(receiver)
         until = by_uplink.get(name, now)
         # If another link of the path is slower, this one has room for other transfers.
         seconds = took_s if rate == inf else nbytes / rate

@@ -116,3 +116,17 @@ def test_finished_transfers_are_forgotten_when_a_worker_leaves(in_flight, clock)
     clock.now_s += 2
     in_flight.remove_worker(there.address)
     assert not in_flight.by_inlet and not in_flight.by_outlet
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_transfers_that_nobody_needs_any_more_are_no_load(in_flight, monkeypatch, plain):
+    """The client may have cancelled them. Other workers of the host may have got them."""
+    (here, neighbour), (there, _), _ = WORKERS
+    for one in (here, neighbour):
+        fetches(in_flight, one, there, plain=plain)
+    monkeypatch.setattr(here, "needs_what", {})
+    assert in_flight.inlet_s(here.address) == pytest.approx(2)
+    assert in_flight.outlet_s(there.address) == pytest.approx(2)
+    monkeypatch.setattr(neighbour, "needs_what", {})
+    assert in_flight.inlet_s(here.address) == in_flight.outlet_s(there.address) == 0
+    assert not in_flight.by_inlet and not in_flight.by_outlet
