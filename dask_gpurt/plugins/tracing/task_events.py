@@ -4,6 +4,7 @@ needed. Runs for every step of every task, so encoding is left to the recorder's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,21 @@ class TaskEvents:
         elif len(self._barriers) < _MOST_BARRIERS:
             self._barriers.add(key)
 
-    def note_running(self, before_s: float) -> None:
-        """Record the tasks that workers got before this time and have not finished."""
-        for key, (assigned_s, _) in [*self._assigned.items()]:
-            task = self._scheduler.tasks.get(key)
-            if task is not None and task.processing_on is not None and assigned_s <= before_s:
-                # Another worker may have taken the task over.
-                self._assigned[key] = assigned_s, task.processing_on.address
-                self._ended_unseen(key)
+    def running(self) -> dict[Any, str]:
+        """Return the workers of the tasks that have begun and not finished, by key."""
+        tasks = ((key, self._scheduler.tasks.get(key)) for key in self._assigned)
+        # Another worker may have taken a task over.
+        return {
+            key: task.processing_on.address
+            for key, task in tasks
+            if task is not None and task.processing_on is not None
+        }
+
+    def note_running(self, running: Mapping[Any, str]) -> None:
+        """Record tasks that were `running` when the trace ended. They may have finished since."""
+        for key, worker in running.items():
+            self._assigned[key] = self._assigned[key][0], worker
+            self._ended_unseen(key)
 
     def _ended_unseen(self, key: Any) -> None:
         """Record a run of which only its worker may know when it began and ended."""

@@ -233,6 +233,7 @@ class TraceSession(SchedulerPlugin):
         self._check(trace)
         if self.ended_s is None:
             self.ended_s = perf_counter()
+            running = self._tasks.running()
             self._clocks.stop()
             recording = self._recording()
             await self._clocks.compare(recording, N_AT_ENDS)
@@ -241,7 +242,7 @@ class TraceSession(SchedulerPlugin):
                     group.create_task(self._end_worker(one))
             await self._await_files()
             # After the files are here: workers have told until when these tasks ran.
-            self._tasks.note_running(self.ended_s)
+            self._tasks.note_running(running)
             for one in self._workers:
                 if one.left_s is not None:
                     self._tasks.instant(
