@@ -244,8 +244,8 @@ class EmulatedTables:
 
         return [array(column) for column in columns]
 
-    def to_device(self, buffer):
-        memory = EmulatedMemory(buffer.nbytes)
+    def to_device(self, buffer, memory=None):
+        memory = memory or EmulatedMemory(buffer.nbytes)
         memory.on_device()[:] = buffer
         return memory
 

@@ -44,8 +44,11 @@ class PackedInCupy(EmulatedTables):
         memory.copy_to_host(host.on_device())
         return super().view(host, columns)
 
-    def to_device(self, buffer):
-        return self.to_gpu().to_device(buffer)
+    def to_device(self, buffer, memory=None):
+        if memory is None:
+            return self.to_gpu().to_device(buffer)
+        memory.array.set(buffer)
+        return memory
 
     def to_gpu(self):
         return CupyArrays(no_room)

@@ -166,7 +166,7 @@ def _array(piece: Piece, lengths: Shape) -> Any:
     shape = filled(lengths, body.layout.shape)
     if piece.stop - piece.start != n_rows_of(shape):
         raise ValueError(f"{piece.stop - piece.start} elements came for a piece of {shape}")
-    return body.layout.shaped(body.elements[piece.start : piece.stop], shape)
+    return body.layout.shaped(body.elements(piece.start, piece.stop), shape)
 
 
 def _nested(arrays: list[Any], grid: tuple[int, ...]) -> Any:

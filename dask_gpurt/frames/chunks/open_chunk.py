@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,15 +49,18 @@ class PlainBody:
     def nbytes(self) -> int:
         return int(self.packed.buffer.nbytes)
 
-    @cached_property
-    def elements(self) -> Any:
-        """The elements. Data of a device array moves to the device at first use and stays there."""
+    def elements(self, start: int, stop: int) -> Any:
+        """Return some elements, of a device array on the device.
+
+        A shard in host memory stays there: each output copies its own elements to the device.
+        """
+        dtype, buffer = self.layout.dtype, self.packed.buffer
         if self.device is None:
-            return self.packed.buffer.view(self.layout.dtype)
-        if not self.packed.is_on_device:
-            memory = self.device.to_device(self.packed.buffer)
-            self.packed = Packed(memory, self.packed.n_rows)
-        return self.device.elements(self.packed.buffer, self.layout.dtype)
+            return buffer.view(dtype)[start:stop]
+        if self.packed.is_on_device:
+            return self.device.elements(buffer, dtype)[start:stop]
+        mine = buffer[start * dtype.itemsize : stop * dtype.itemsize]
+        return self.device.elements(self.device.to_device(mine), dtype)
 
 
 @dataclass

@@ -232,10 +232,16 @@ class CudfTables:
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> plc.Table:
         return plc.Table([_column(memory, column) for column in columns])
 
-    def to_device(self, buffer: npt.NDArray[np.uint8]) -> CudfMemory:
-        memory = DeviceBuffer.to_device(buffer, _ours())
+    def to_device(
+        self, buffer: npt.NDArray[np.uint8], memory: DeviceMemory | None = None
+    ) -> DeviceMemory:
+        if memory is None:
+            memory = CudfMemory(DeviceBuffer.to_device(buffer, _ours()))
+        elif buffer.nbytes:
+            address, _ = memory.__cuda_array_interface__["data"]
+            copy_host_to_ptr(buffer, address, _ours())
         self.wait()  # the caller returns the host memory to its pool when this method returns
-        return CudfMemory(memory)
+        return memory
 
     def wait(self) -> None:
         _wait_for_ours()

@@ -108,8 +108,8 @@ class Tables(Protocol):
     def view(self, memory: DeviceMemory, columns: Sequence[DeviceColumn]) -> Any:
         """Return a table over packed memory, at checked places. The memory must stay alive."""
 
-    def to_device(self, buffer: Any) -> DeviceMemory:
-        """Copy host memory to the device."""
+    def to_device(self, buffer: Any, memory: DeviceMemory | None = None) -> DeviceMemory:
+        """Copy host memory to the device, into given memory for shards or into new memory."""
 
     def wait(self) -> None:
         """Wait until no earlier work uses memory that was allocated for shards."""
@@ -150,8 +150,9 @@ class DeviceBody:
 
     Attributes
     ----------
-    memory
-        The packed shard. After its first use on the device, only the device has it.
+    packed
+        The packed shard. If there is room for it on the device, only the device has it after its
+        first use.
     """
 
     def __init__(
@@ -174,19 +175,28 @@ class DeviceBody:
     def packed(self) -> Packed:
         return self._packed
 
-    def table(self, tables: Tables) -> Any:
-        """Return the rows as a table on the device.
+    def rows(self, tables: Tables, start: int, stop: int, room: DeviceAllocator) -> Any:
+        """Return some rows as a table on the device.
 
-        Two threads may copy the rows at the same time. Both tables are valid, and one is kept.
+        A shard in host memory returns to the device if `room` allows it. Otherwise only these rows
+        stay there: a shard may have rows for all outputs of a worker, and all of its shards
+        together may be larger than the device.
+
+        Two threads may copy the shard at the same time. Both tables are valid, and one is kept.
         """
-        if self._table is None:
+        table = self._table
+        if table is None:
             packed = self._packed
             if not packed.is_on_device:
-                memory = tables.to_device(packed.buffer)
+                memory = room(packed.buffer.nbytes)
+                if memory is None:
+                    whole = tables.view(tables.to_device(packed.buffer), self.columns)
+                    return tables.concatenate([tables.slice(whole, start, stop)])
+                tables.to_device(packed.buffer, memory)
                 packed = Packed(memory, packed.n_rows, 0, packed.pickle_nbytes)
-            self._table = tables.view(packed.buffer, self.columns)
+            self._table = table = tables.view(packed.buffer, self.columns)
             self._packed = packed
-        return self._table
+        return tables.slice(table, start, stop)
 
 
 class DevicePartition:
@@ -332,9 +342,7 @@ class DeviceFrames:
     def _alike(self, pieces: list[Piece]) -> Any:
         """Concatenate pieces of one layout."""
         tables = self.tables
-        parts = [
-            tables.slice(piece.body.table(tables), piece.start, piece.stop) for piece in pieces
-        ]
+        parts = [piece.body.rows(tables, piece.start, piece.stop, self.room) for piece in pieces]
         layout: DeviceLayout = pieces[0].body.layout
         return tables.put_together(tables.concatenate(parts), layout.kinds, self.result_meta)
 

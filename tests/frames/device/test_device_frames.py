@@ -88,10 +88,22 @@ class TestWithoutRoom(DeviceSuite):
         adapter = self.adapter(frame)
         (body, _), *_ = self.shards(adapter, frame, leaves=False)
         before = EmulatedMemory.used_nbytes
+        adapter.room = EmulatedMemory  # other shards were freed meanwhile
         for start in (0, 10, 20):
             adapter.concatenate([Piece(body, start, start + 10)])
         assert EmulatedMemory.used_nbytes - before == body.nbytes
         assert body.packed.is_on_device
+
+    def test_without_room_the_rows_of_an_output_return_alone(self):
+        """All shards together may be larger than the device."""
+        frame = self.frame(1_000, 0)
+        adapter = self.adapter(frame)
+        bodies = [body for body, _ in self.shards(adapter, frame, leaves=False)]
+        before = EmulatedMemory.used_nbytes
+        output = adapter.concatenate([Piece(body, 5, 15) for body in bodies])
+        assert len(output) == 10 * len(bodies)
+        assert EmulatedMemory.used_nbytes == before
+        assert not any(body.packed.is_on_device for body in bodies)
 
 
 class TestIndexed(DeviceSuite):
@@ -218,7 +230,7 @@ def test_a_damaged_shard_is_refused_or_has_its_rows(data):
     try:
         body = adapter.unpack(opened.layout_key, Packed(buffer, 50, 0, packed.pickle_nbytes))
         # Only the library notices strings with fewer bytes than their offsets say.
-        table = body.table(adapter.tables)
+        table = body.rows(adapter.tables, 0, 50, no_room)
     except ValueError:
         return
     assert [len(column) for column in table] == [50] * 3
