@@ -86,10 +86,11 @@ class Chooser:
         self._codecs = [c for c in codecs.values() if mode in ("auto", c.coder)]
         self._clock = clock
         self._lock = threading.Lock()
-        self._layouts: OrderedDict[bytes, _Learnt] = OrderedDict()
+        #: By the hash of a layout: a layout may have all categories of a column.
+        self._layouts: OrderedDict[int, _Learnt] = OrderedDict()
         self._slowdown = 1.0
-        #: By layout and link: the bandwidth at which nothing paid, and the bytes to skip.
-        self._skipping: OrderedDict[tuple[bytes, str], tuple[float, int]] = OrderedDict()
+        #: By layout, likewise, and link: the bandwidth at which nothing paid, and bytes to skip.
+        self._skipping: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()
 
     def encode(
         self,
@@ -111,7 +112,7 @@ class Chooser:
             with self._lock:
                 nothing_pays = all(choice == RAW for choice in choices)
                 skip_nbytes = AGAIN_NBYTES if nothing_pays else 0
-                self._skipping[layout_key, link] = (bandwidth, skip_nbytes)
+                self._skipping[hash(layout_key), link] = (bandwidth, skip_nbytes)
                 if len(self._skipping) > _MAX_SKIPPING:
                     self._skipping.popitem(last=False)
         return encoded
@@ -132,10 +133,10 @@ class Chooser:
         if not bandwidth:
             return False
         with self._lock:
-            then, left_nbytes = self._skipping.get((layout_key, link), (0.0, 0))
+            then, left_nbytes = self._skipping.get((hash(layout_key), link), (0.0, 0))
             if left_nbytes <= 0 or bandwidth < then / 2:
                 return True
-            self._skipping[layout_key, link] = (then, left_nbytes - nbytes)
+            self._skipping[hash(layout_key), link] = (then, left_nbytes - nbytes)
             return False
 
     def choose(
@@ -176,12 +177,13 @@ class Chooser:
             return [d for learnt in self._layouts.values() for d in learnt.decisions.values()]
 
     def _learnt(self, layout_key: bytes) -> _Learnt:
-        learnt = self._layouts.get(layout_key)
+        number = hash(layout_key)
+        learnt = self._layouts.get(number)
         if learnt is None:
-            learnt = self._layouts[layout_key] = _Learnt()
+            learnt = self._layouts[number] = _Learnt()
             if len(self._layouts) > _MAX_LAYOUTS:
                 self._layouts.popitem(last=False)
-        self._layouts.move_to_end(layout_key)
+        self._layouts.move_to_end(number)
         return learnt
 
     def _trials(self, layout_key: bytes, section: Section, buffer: Bytes) -> list[Trial]:

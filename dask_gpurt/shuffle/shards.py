@@ -115,6 +115,8 @@ class ShardStore:
         self._arrived: dict[int, _Arrival] = {}
         #: A set in the order of insertion.
         self._shards: dict[Shard, None] = {}
+        #: One object for equal layouts: each may have all categories of a column.
+        self._layout_keys: dict[bytes, bytes] = {}
         #: Groups that are still to be merged before the first output; None before `seal`.
         self._unmerged: list[list[Shard]] | None = None
         self._n_merging = 0
@@ -169,6 +171,7 @@ class ShardStore:
                 if known.attempt != shard.attempt or shard.number in known.numbers:
                     continue
                 known.numbers.add(shard.number)
+                shard.layout_key = self._layout_keys.setdefault(shard.layout_key, shard.layout_key)
                 self._shards[shard] = None
                 self._resident(shard.nbytes)
 
@@ -488,6 +491,7 @@ class ShardStore:
         with self._lock:
             self._closed = True
             self._shards.clear()
+            self._layout_keys.clear()
             self._sealed = [], SlotIndex(self._slots, ())
             self._resident(-self.resident_nbytes)
             self._stored(-self._on_disk_nbytes)

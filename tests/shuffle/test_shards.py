@@ -10,6 +10,7 @@ from dask_gpurt.errors import (
     ProtocolError,
 )
 from tests.shuffle.shard_rig import (
+    LAYOUT_KEY,
     PLENTY,
     ROW_NBYTES,
     Rig,
@@ -304,3 +305,14 @@ def test_reading_a_closed_store_is_an_error(rig):
     rig.store.close()
     with pytest.raises(PartitionReleasedError):
         rig.store.pieces(0)
+
+
+def test_shards_of_one_layout_share_its_description(tmp_path):
+    """Each message brings its own, which may have a million categories."""
+    rig = Rig(tmp_path)
+    shards = [make_shard(source, 0, [1] * 10) for source in range(3)]
+    for shard in shards:
+        shard.layout_key = bytes(bytearray(LAYOUT_KEY))
+    assert shards[0].layout_key is not shards[1].layout_key
+    rig.store.add(shards)
+    assert len({id(shard.layout_key) for shard in shards}) == 1
