@@ -423,7 +423,7 @@ def _text(key: str) -> tuple[str | None, str | None]:
         return DISCOVERED, None
     try:
         text = pathlib.Path(name).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last one if nobody has that home
         raise ConfigError(f"gpurt.{key} is {name!r}, which cannot be read: {error}") from None
     if len(text) > MAX_TEXT:
         raise ConfigError(f"gpurt.{key} is {name!r}, which is longer than {MAX_TEXT} characters")

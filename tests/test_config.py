@@ -289,7 +289,7 @@ def test_invalid_choice_is_refused(value):
             config.read()
 
 
-@pytest.mark.parametrize("value", ["no/such/file", 3, True, ["a"], "a\0b"])
+@pytest.mark.parametrize("value", ["no/such/file", "~nobody-here/file", 3, True, ["a"], "a\0b"])
 def test_unreadable_file_is_refused(value):
     with (
         dask.config.set({"gpurt.topology.file": value}),

@@ -40,17 +40,25 @@ _LOGS_TIMEOUT_S = 10.0
 
 _REMOVED = "[removed]"
 #: Words in the names of secret settings.
-_SECRETS = "password|passwd|secret|token|credential|auth|apikey|api[-_]key|private|cookie"
+_SECRETS = (
+    "password|passwd|pwd|secret|token|credential|auth|apikey|api[-_]key|access[-_]?key|accountkey"
+    "|private|cookie"
+)
 _SECRET_NAME = re.compile(rf"{_SECRETS}|(^|[-_.])key$", re.IGNORECASE)
+#: Words before a secret in a header.
+_SCHEMES = "basic|bearer|digest|token"
 _SECRET_TEXTS = (
     # name=value, name: value, "name": "value"
     re.compile(
-        rf"""(?i)([\w-]*(?:{_SECRETS})[\w-]*["']?\s*[=:]\s*["']?(?:bearer\s+)?)[^\s"',;&]+"""
+        rf"""(?i)([\w-]*(?:{_SECRETS})[\w-]*["']?\s*[=:]\s*(?:(?:{_SCHEMES})\s+)?)"""
+        r"""(?:"[^"]*"|'[^']*'|[^\s"',;&]+)"""
     ),
+    # The key of a dashboard.
+    re.compile(r"(?i)([?&]key=)[^\s&\"']+"),
     # scheme://user:password@host
-    re.compile(r"(\w+://)[^/\s:@]+:[^/\s@]+(?=@)"),
+    re.compile(r"(\w+://)[^\s:@]*:[^\s@]+(?=@)"),
     # headers of requests
-    re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]+"),
+    re.compile(r"(?i)(\b(?:bearer|basic)\s+)[\w.~+/=-]+"),
 )
 _PEM = re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|\Z)", re.DOTALL)
 
@@ -104,6 +112,7 @@ def write(scheduler: str | None, scheduler_file: Path | None, out: Path) -> str:
     missing: list[str] = []
     # Only for this user: even without secrets, logs are private.
     fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.fchmod(fd, 0o600)  # a file that was there keeps its mode
     with os.fdopen(fd, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr("README.txt", _README.format(address=address or "(none was named)"))
         with silent("dask_gpurt"):

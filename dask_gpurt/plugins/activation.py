@@ -135,10 +135,10 @@ async def on_connect(client: Client) -> None:
     ConfigError
         A setting, or the file that describes the machines, is invalid.
     """
-    if (worker := await client_origin.creating_worker(client)) is not None:
-        logger.info("a client of a task on worker %s does not change the settings", worker)
-        return
     try:
+        if (worker := await client_origin.creating_worker(client)) is not None:
+            logger.info("a client of a task on worker %s does not change the settings", worker)
+            return
         settings = config.read()
         _activate_on_reconnect(client, settings)
         await activate(client, settings)
@@ -148,6 +148,9 @@ async def on_connect(client: Client) -> None:
             # The preload logs it, once for a client and a scheduler in one process.
             raise
         logger.error("dask_gpurt is not active: %s", error)
+    except Exception as error:
+        _refuse_if_strict(client, error)
+        raise
 
 
 def _refuse_if_strict(client: Client, error: Exception) -> None:
@@ -305,8 +308,11 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
-    answer: dict[str, Any] = await scheduler_of(client).gpurt_explain(key=key)
-    return answer
+    answer = await scheduler_of(client).gpurt_explain(key=key)
+    if isinstance(answer, dict):
+        return answer
+    # Another client has switched the runtime off meanwhile, and with it this handler.
+    return {"known": False, "key": str(key), "reason": "the runtime was switched off"}
 
 
 def explain(client: Client, key: Any) -> Any:

@@ -35,7 +35,10 @@ async def creating_worker(client: Client) -> str | None:
         # `get_client` takes this path. It avoids the identity, which is long with many workers.
         return client_patches.address_at_scheduler(worker)
     beside = client_patches.workers_here()
-    ports = await asyncio.to_thread(_ports_of_ancestors)
+    try:
+        ports = await asyncio.to_thread(_ports_of_ancestors)
+    except RuntimeError:  # the main thread has ended, after which no other can start
+        ports = _ports_of_ancestors()
     if not (beside or ports):
         return None
     identity = await scheduler.identity(n_workers=-1)
@@ -88,7 +91,11 @@ def ancestor_workers(
 def _ports_of_ancestors() -> set[int]:
     """Return the ports on which Python ancestors of this process listen, as far as visible."""
     found: set[int] = set()
-    for process in psutil.Process().parents():
+    try:
+        ancestors = psutil.Process().parents()
+    except psutil.Error:  # the system hides processes of other users
+        return found
+    for process in ancestors:
         try:
             if "python" in os.path.basename(process.exe()):
                 connections = _connections(process)

@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
-from dask_gpurt.command.live import live_progress
+from dask_gpurt.command.live import live_progress, live_view
 from dask_gpurt.errors import ActivationError
 from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.dashboard import gathering
@@ -155,3 +155,10 @@ def test_a_runtime_that_is_off_is_named_in_the_report(local, capsys):
         assert local.submit(sum, [1, 2]).result() == 3
     assert "not active on" in (report := capsys.readouterr().err)
     assert "disabled by a client" in report
+
+
+def test_a_program_without_a_console_has_no_line(monkeypatch):
+    """Services and windowed programs have no standard error."""
+    monkeypatch.setattr(sys, "stderr", None)
+    view = live_view.TerminalView(lambda: pytest.fail("nothing is drawn"))
+    view.close({})

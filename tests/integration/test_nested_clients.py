@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dask
+import psutil
 import pytest
 from distributed import Client, LocalCluster, get_client, worker_client
 
@@ -199,3 +200,13 @@ IDENTITY = {
 )
 def test_process_descends_from_a_worker(ports, hosts, found):
     assert client_origin.ancestor_workers(IDENTITY, ports, hosts) == found
+
+
+def test_hidden_ancestors_are_none(monkeypatch):
+    """Where the system hides processes of other users, their parents cannot be listed."""
+
+    def hidden(process):
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "parents", hidden)
+    assert client_origin._ports_of_ancestors() == set()

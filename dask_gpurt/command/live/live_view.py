@@ -77,7 +77,7 @@ class TerminalView:
     def __init__(self, snapshot: Callable[[], CounterSnapshot]) -> None:
         self._line = progress.Progress(snapshot)
         # A log would get each state of the line.
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             self._line.start()
 
     def show(self, seen: Mapping[str, Any], elapsed_s: float) -> None:
@@ -86,5 +86,7 @@ class TerminalView:
     def close(self, report: dict[str, Any]) -> None:
         """Wipe the line and print the report."""
         self._line.stop()
+        if sys.stderr is None:  # a program without a console
+            return
         text = run_report.as_text(report, layout.terminal_width(sys.stderr))
         print(text, file=sys.stderr, flush=True)
