@@ -251,9 +251,14 @@ def ask(client: Client, *, versions: bool = False) -> dict[str, Any]:
             both, callback_timeout=ANSWER_TIMEOUT_S
         )
     except Exception as error:
-        problem = f"the scheduler at {address} does not answer: {_one_line(error)}"
-        raise ConnectError(problem, _CHECK) from error
+        raise no_answer(address, error) from error
     return {"scheduler": address, **status}
+
+
+def no_answer(address: str, error: Exception) -> ConnectError:
+    """Return the error of a command whose connected scheduler did not answer."""
+    problem = f"the scheduler at {address} does not answer: {_one_line(error)}"
+    return ConnectError(problem, _CHECK)
 
 
 async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:

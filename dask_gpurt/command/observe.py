@@ -266,6 +266,8 @@ class Recorder:
             clients = [client for client in self._clients if client.status == "running"]
         for client in clients:
             self.read_from_outside(client)
+            # distributed closes it at the end of the process, when it can no longer be read.
+            self.drop(client)
 
     def read_from_outside(self, client: Client) -> None:
         """Read a client for the last time, from a thread other than its event loop's."""

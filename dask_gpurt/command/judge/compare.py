@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from dask.utils import format_bytes
+from distributed.comm.addressing import get_address_host_port
 
 from dask_gpurt.command.connect import ConnectError, connected
 from dask_gpurt.command.json_text import to_json
@@ -138,13 +140,16 @@ def _take_turns(program: Program, pairs: Pairs, repeats: int, until_s: float) ->
         for is_stock in (True, False) if number % 2 == 0 else (False, True):
             name = _STOCK if is_stock else _ENABLED
             _tell(f"pair {number + 1} of {repeats}: {name} ...")
-            turn = program.run(stock=is_stock, timeout_s=max(until_s - time.monotonic(), 1.0))
+            try:
+                turn = program.run(stock=is_stock, timeout_s=max(until_s - time.monotonic(), 1.0))
+            finally:
+                # Also after a turn that fails, or is interrupted.
+                if not is_stock:
+                    _restore(pairs)
             _tell(f"pair {number + 1} of {repeats}: {name}: {turn.seconds:.2f} s")
             if not _goes_on(pairs, turn, is_stock):
                 return
             (pairs.stock if is_stock else pairs.enabled).append(turn)
-            if not is_stock:
-                _restore(pairs)
         took_s = time.monotonic() - began_s
         if number + 1 < repeats and time.monotonic() + took_s > until_s:
             pairs.notes.append(f"{number + 1} of {repeats} pairs, because of the limit on the time")
@@ -201,11 +206,27 @@ def _restore(pairs: Pairs) -> None:
     """Switch the runtime off on clusters that outlive the program and had it off before."""
     import dask_gpurt
 
-    for address, was_on in pairs.enabled[-1].schedulers.items():
-        if was_on and not pairs.stock[0].schedulers.get(address, True):
-            # No scheduler answers if the program had started it.
-            with contextlib.suppress(ConnectError), connected(address) as client:
-                dask_gpurt.disable(client)
+    for address, was_on in pairs.stock[0].schedulers.items():
+        # Nothing listens if the program had started it.
+        if was_on or not _listens(address):
+            continue
+        try:
+            with connected(address) as client:
+                if dask_gpurt.status(client)["active"]:
+                    dask_gpurt.disable(client)
+        except ConnectError:
+            note = f"dask_gpurt may still be on at {address}, which could not be asked"
+            pairs.notes += [note] if note not in pairs.notes else []
+
+
+def _listens(address: str) -> bool:
+    """Return whether anything listens at the address of a scheduler."""
+    try:
+        host, port = get_address_host_port(address)
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def summary(program: str, pairs: Pairs) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dask_gpurt.command.connect import (
     ConnectError,
     ask_workers,
     connected,
+    no_answer,
     required_address,
 )
 from dask_gpurt.command.json_text import to_json
@@ -45,9 +46,14 @@ def show(
     """
     address = required_address(scheduler, scheduler_file)
     with connected(address) as client:
-        found = client.sync(  # type: ignore[no-untyped-call]
-            _measured, client, worker, callback_timeout=2 * ANSWER_TIMEOUT_S
-        )
+        try:
+            found = client.sync(  # type: ignore[no-untyped-call]
+                _measured, client, worker, callback_timeout=2 * ANSWER_TIMEOUT_S
+            )
+        except ConnectError:
+            raise
+        except Exception as error:  # the scheduler has gone, or is busy
+            raise no_answer(address, error) from error
     print(to_json(found) if as_json else as_text(found, terminal_width()))
     return 0
 

@@ -175,6 +175,15 @@ def test_a_cluster_of_the_program_is_left_as_it_was(shell: Shell) -> None:
         assert dask_gpurt.status(client)["active"]
 
 
+def test_a_failure_leaves_the_cluster_of_the_program_as_it_was(shell: Shell) -> None:
+    shell.write("script.py", CONNECTS + IS_ON + "if is_on:\n    raise KeyError('broken')")
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        outcome = shell.gpurt("compare", "script.py", cluster.scheduler_address)
+        assert outcome.code == 1, outcome.err
+        assert not dask_gpurt.status(client)["active"]
+
+
 def test_ctrl_c_ends_the_program_and_its_cluster(shell: Shell, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "begun")
     shell.write(

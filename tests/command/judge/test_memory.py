@@ -12,8 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, Event, LocalCluster, get_worker, wait
+from distributed.comm import CommClosedError
 
 import dask_gpurt
+from dask_gpurt.command.connect import ConnectError
+from dask_gpurt.command.judge import memory as judge_memory
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.command.conftest import Outcome, Shell
 from tests.conftest import stock_client
@@ -190,3 +193,14 @@ def test_a_worker_without_the_package_has_dasks_figures(shell: Shell, client: Cl
     assert sum(one["parts"].values()) == one["resident_nbytes"]
     assert one["parts"].keys() == {"outputs", "rest"}
     assert "by Dask's own figures" in memory(shell, client).out
+
+
+def test_a_scheduler_that_goes_away_is_an_error_in_a_line(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*_: Any) -> None:
+        raise CommClosedError("in a test")
+
+    monkeypatch.setattr(judge_memory, "_measured", gone)
+    with pytest.raises(ConnectError, match="does not answer: in a test"):
+        judge_memory.show(client.cluster.scheduler_address, None, None, False)
