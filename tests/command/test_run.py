@@ -245,6 +245,21 @@ if __name__ == "__main__":
     assert len(report["clusters"]) == 1
 
 
+def test_a_cluster_in_the_process_of_the_script_may_stay_open(shell: Shell) -> None:
+    """distributed closes its client at the end, when no thread can start any more."""
+    options = "processes=False, n_workers=2, threads_per_worker=1, dashboard_address=':0'"
+    shell.write(
+        "script.py",
+        FRAME
+        + f"from distributed import Client\nclient = Client({options})\n"
+        + "assert df.shuffle('a').b.sum().compute() == total\n",
+    )
+    outcome, report = shell.run("script.py")
+    assert outcome.code == 0, outcome.err
+    assert "Traceback" not in outcome.err
+    assert report["runs"] == {"gpurt": 1, "stock": 0}
+
+
 def test_strict_run_refuses_unsupported_work(shell: Shell) -> None:
     shell.write("helper.py", HELPER)
     shell.write(
