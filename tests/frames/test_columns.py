@@ -66,8 +66,8 @@ def test_impossible_column_layout_is_refused(plain):
         Layout.from_plain(plain)
 
 
-def test_intervals_between_masked_numbers_travel_as_objects():
-    """A layout has to be one that a receiver accepts."""
+def test_intervals_between_masked_numbers_have_no_masked_ends():
+    """A layout has to be one that a receiver accepts. pandas 2 makes plain ends of them."""
     ends = pd.array(range(3), dtype="Int64"), pd.array(range(1, 4), dtype="Int64")
     layout = decompose(pd.arrays.IntervalArray.from_arrays(*ends)).layout
-    assert layout.kind == "objects"
+    assert layout.kind == "objects" or {end.kind for end in layout.children} == {"plain"}
