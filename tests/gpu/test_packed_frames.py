@@ -47,7 +47,8 @@ class PackedInCupy(EmulatedTables):
     def to_device(self, buffer, memory=None):
         if memory is None:
             return self.to_gpu().to_device(buffer)
-        memory.array.set(buffer)
+        with self.to_gpu().computing():
+            memory.array.set(buffer)
         return memory
 
     def to_gpu(self):
