@@ -216,7 +216,8 @@ def _restore(pairs: Pairs) -> None:
                     dask_gpurt.disable(client)
         except ConnectError:
             note = f"dask_gpurt may still be on at {address}, which could not be asked"
-            pairs.notes += [note] if note not in pairs.notes else []
+            if note not in pairs.notes:
+                pairs.notes.append(note)
 
 
 def _listens(address: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,14 @@ LEAST_UPLINK_S = 0.005
 MAX_IN_FLIGHT = 10_000
 
 _NOTHING: Mapping[str, float] = {}
+
+
+@dataclass(slots=True)
+class LinkLoad:
+    """When a host's link has carried all recorded transfers, and the workers that receive them."""
+
+    until_s: float
+    receivers: set[str]
 
 
 class TransfersInFlight:
@@ -45,8 +54,8 @@ class TransfersInFlight:
     by_worker
         Time at which a worker has received all its transfers. Read it through `receiving_s`.
     by_inlet, by_outlet
-        Time at which a host's link (`ClusterLinks.uplink`) has carried all recorded transfers into
-        the host, and all transfers out of it. Read them through `inlet_s` and `outlet_s`.
+        By host link (`ClusterLinks.uplink`), its load with transfers into the host, and out of it.
+        Read them through `inlet_s` and `outlet_s`.
     """
 
     def __init__(
@@ -57,10 +66,8 @@ class TransfersInFlight:
         self._clock = clock
         self.by_key: OrderedDict[Hashable, dict[str, float]] = OrderedDict()
         self.by_worker: dict[str, float] = {}
-        self.by_inlet: dict[str, float] = {}
-        self.by_outlet: dict[str, float] = {}
-        #: By host link: the workers that receive through the link into the host, or out of it.
-        self._receivers: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}
+        self.by_inlet: dict[str, LinkLoad] = {}
+        self.by_outlet: dict[str, LinkLoad] = {}
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""
@@ -68,15 +75,8 @@ class TransfersInFlight:
         # Finding out whether it was the last worker of its host is not worth the time.
         now = self._clock()
         for by_uplink in (self.by_inlet, self.by_outlet):
-            for name in [name for name, until in by_uplink.items() if until <= now]:
-                self._forget_load(by_uplink, name)
-
-    def forget_loads(self) -> None:
-        """Forget the load of all links: they have other names or speeds now."""
-        for by_uplink in (self.by_inlet, self.by_outlet):
-            by_uplink.clear()
-        for receivers in self._receivers.values():
-            receivers.clear()
+            for name in [name for name, load in by_uplink.items() if load.until_s <= now]:
+                del by_uplink[name]
 
     def expect(self, address: str, task: Task) -> None:
         """Record that a worker will now fetch the missing inputs of a task."""
@@ -183,27 +183,23 @@ class TransfersInFlight:
         """Return seconds until the link out of a worker's host is free."""
         return self._busy_s(self.by_outlet, address)
 
-    def _busy_s(self, by_uplink: dict[str, float], address: str) -> float:
+    def _busy_s(self, by_uplink: dict[str, LinkLoad], address: str) -> float:
         name = self._links.uplink(address).name
-        until = by_uplink.get(name)
-        waiting_s = 0.0 if until is None else until - self._clock()
-        if waiting_s < LEAST_UPLINK_S:
+        load = by_uplink.get(name)
+        waiting_s = 0.0 if load is None else load.until_s - self._clock()
+        if load is None or waiting_s < LEAST_UPLINK_S:
             return 0.0
         workers = self._scheduler.workers
-        for one in self._receivers[by_uplink is self.by_inlet][name]:
+        for one in load.receivers:
             if (ws := workers.get(one)) is not None and ws.needs_what:
                 return waiting_s
         # All transfers ended sooner than expected, or are no longer needed.
-        self._forget_load(by_uplink, name)
-        return 0.0
-
-    def _forget_load(self, by_uplink: dict[str, float], name: str) -> None:
         del by_uplink[name]
-        del self._receivers[by_uplink is self.by_inlet][name]
+        return 0.0
 
     def _add_load(
         self,
-        by_uplink: dict[str, float],
+        by_uplink: dict[str, LinkLoad],
         address: str,
         nbytes: float,
         took_s: float,
@@ -212,11 +208,11 @@ class TransfersInFlight:
     ) -> None:
         """Add bytes to the load of a host's link; the whole path takes `took_s` for them."""
         name, rate = self._links.uplink(address)
-        self._receivers[by_uplink is self.by_inlet].setdefault(name, set()).add(receiver)
-        until = by_uplink.get(name, now)
+        load = by_uplink.setdefault(name, LinkLoad(now, set()))
+        load.receivers.add(receiver)
         # If another link of the path is slower, this one has room for other transfers.
         seconds = took_s if rate == inf else nbytes / rate
-        by_uplink[name] = (until if until > now else now) + seconds
+        load.until_s = max(load.until_s, now) + seconds
 
     def _free_at(self, address: str, now: float) -> float:
         """Return the time at which a worker begins to receive a new transfer."""

@@ -100,7 +100,8 @@ class PlacementView:
         """Replace the description of the machines. Transfers in flight no longer delay others."""
         workers = self._scheduler.workers.values()
         self.links.describe(topology, workers)
-        self.in_flight.forget_loads()
+        self.in_flight.by_inlet.clear()
+        self.in_flight.by_outlet.clear()
         self.with_gpu.clear()
         for ws in workers:
             self._look_for_gpu(ws)
