@@ -141,7 +141,7 @@ def with_known_groups(graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
         if spec is not None and _needs_groups(spec, task, known):
             # This runs in another thread, and the scheduler may forget a task at any moment.
             with contextlib.suppress(Forgotten):
-                found.update(with_all_needed(spec, graph, known))
+                found.update(with_all_needed([spec], graph, known))
     return {**graph, **found} if found else graph
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ def spec_of(key: Any, known: Mapping[Any, TaskState]) -> GraphNode | None:
     return state.run_spec if state is not None else None
 
 
-def with_all_needed(spec: GraphNode, graph: Graph, known: Mapping[Any, TaskState]) -> Graph:
-    """Return a task of a scheduler, with all tasks that it needs there, by key.
+def with_all_needed(
+    specs: Iterable[GraphNode], graph: Graph, known: Mapping[Any, TaskState]
+) -> Graph:
+    """Return tasks of a scheduler, with all tasks that they need there, by key.
 
     The scheduler may forget each of them while Dask puts the tasks of the graph in order.
 
@@ -38,7 +40,8 @@ def with_all_needed(spec: GraphNode, graph: Graph, known: Mapping[Any, TaskState
     Forgotten
         It has forgotten one that the graph does not have, either.
     """
-    found, fresh = {spec.key: spec}, [*spec.dependencies]
+    found = {spec.key: spec for spec in specs}
+    fresh = [key for spec in found.values() for key in spec.dependencies]
     while fresh:
         key = fresh.pop()
         if key in found:

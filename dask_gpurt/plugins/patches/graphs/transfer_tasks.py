@@ -245,15 +245,13 @@ def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskSt
     spec = known.run_spec if known is not None else None
     if not isinstance(spec, P2PBarrierTask):
         return False
-    found: Graph = {}
-    for key in spec.dependencies:
-        one = spec_of(key, tasks)
-        if one is None:
-            return False
-        try:
-            found.update(with_all_needed(one, graph, tasks))
-        except Forgotten:
-            return False
+    handing_over = [one for key in spec.dependencies if (one := spec_of(key, tasks)) is not None]
+    if len(handing_over) < len(spec.dependencies):
+        return False
+    try:
+        found = with_all_needed(handing_over, graph, tasks)
+    except Forgotten:
+        return False
     graph.update({**found, barrier.key: spec})
     return True
 
