@@ -193,8 +193,9 @@ class TaskInputs:
     the input is. And the shards of a small input alone would be far too small.
 
     An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. This depends on
-    no other input, so a task that runs again forms the same groups. The store needs that: it
-    recognises a second attempt by the lowest number in a group.
+    no other input, and an input keeps its first size, although estimates change. A task that runs
+    again therefore forms the same groups. The store needs that: it recognises a second attempt by
+    the lowest number in a group.
 
     Each execution of a task counts alone. One that began in an earlier run, and then fails, has
     handed over only a part of its inputs here.
@@ -202,6 +203,7 @@ class TaskInputs:
 
     def __init__(self) -> None:
         self._given: dict[Any, _Given] = {}
+        self._is_large: dict[int, bool] = {}
 
     def add(self, execution: Execution, partition: int, data: Any, nbytes: float) -> list[Inputs]:
         """Return groups of inputs to cut now: a large one alone; small ones once all are there."""
@@ -211,7 +213,7 @@ class TaskInputs:
             given = self._given[task] = _Given(start_s, set(), {})
         given.numbers.add(partition)
         groups: list[Inputs] = []
-        if nbytes * n_inputs > MOST_WAITING_NBYTES:
+        if self._is_large.setdefault(partition, nbytes * n_inputs > MOST_WAITING_NBYTES):
             groups.append([(partition, data)])
         else:
             given.waiting[partition] = data

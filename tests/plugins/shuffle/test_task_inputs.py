@@ -111,3 +111,14 @@ def test_inputs_may_be_forgotten_while_one_is_added():
 
     inputs = TaskInputs()
     assert inputs.add(Execution("task", 1.0, 1), Number(5), "data", 0) == [[(5, "data")]]
+
+
+def test_an_input_measured_anew_keeps_its_group():
+    """Rows would count twice, or get lost, if two attempts formed different groups."""
+    inputs = TaskInputs()
+    first, second = (Execution("task", start_s, 3) for start_s in (1.0, 2.0))
+    assert inputs.add(first, 0, "old", 1e9) == [[(0, "old")]]
+    assert inputs.add(first, 1, "old", 0) == []
+    assert inputs.add(second, 0, "new", 0) == [[(0, "new")]]
+    assert inputs.add(second, 1, "new", 1e9) == []
+    assert inputs.add(second, 2, "new", 0) == [[(1, "new"), (2, "new")]]
