@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +158,8 @@ def serve(answer_fd: int) -> None:
     if nsys is not None:
         nsys_wrapper.wrap_workers(*nsys)
 
+    is_over = threading.Event()
+    threading.Thread(target=_end_with_the_script, args=(is_over,), daemon=True).start()
     told: dict[str, Any]
     with contextlib.ExitStack() as stack:
         try:
@@ -174,8 +177,14 @@ def serve(answer_fd: int) -> None:
         with os.fdopen(answer_fd, "w") as answer:
             json.dump(told, answer)
         if "address" in told:
-            sys.stdin.buffer.read()
-            # A task that never ends must not keep its worker alive. The process group is our own.
-            watchdog = threading.Timer(GRACE_S, os.killpg, (os.getpgrp(), signal.SIGKILL))
-            watchdog.daemon = True
-            watchdog.start()
+            is_over.wait()
+
+
+def _end_with_the_script(is_over: threading.Event) -> None:
+    """Wait until the script's process closes the pipe or dies; then let `serve` end, in time."""
+    sys.stdin.buffer.read()
+    is_over.set()
+    # Neither a task nor a start that never ends may keep processes alive.
+    time.sleep(GRACE_S)
+    # The process group is our own.
+    os.killpg(os.getpgrp(), signal.SIGKILL)

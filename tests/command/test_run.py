@@ -274,17 +274,25 @@ def test_strict_run_refuses_unsupported_work(shell: Shell) -> None:
     assert outcome.out == ""
 
 
-@pytest.mark.parametrize("number", some([signal.SIGKILL, signal.SIGINT], 1))
-def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals) -> None:
-    shell.write(
-        "stuck.py",
-        "import dask, threading\ndef wait():\n    print('waits', flush=True)\n"
-        "    threading.Event().wait()\ndask.delayed(wait)().compute()\n",
-    )
+STUCK_TASK = (
+    "import dask, threading\ndef wait():\n    print('waits', flush=True)\n"
+    "    threading.Event().wait()\ndask.delayed(wait)().compute()\n"
+)
+STUCK_START = "import threading\nprint('waits', flush=True)\nthreading.Event().wait()\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "preload"),
+    some([(signal.SIGKILL, STUCK_START), (signal.SIGKILL, ""), (signal.SIGINT, "")], 2),
+)
+def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals, preload: str) -> None:
+    """Whether a task of the script never ends, or already the start of its worker."""
+    shell.write("stuck.py", STUCK_TASK)
+    shell.write("preload.py", preload)
     process = subprocess.Popen(
         [sys.executable, "-m", "dask_gpurt.cli", "run", "--n-workers", "1", "stuck.py"],
         cwd=shell.directory,
-        env=shell.env,
+        env={**shell.env, "DASK_DISTRIBUTED__WORKER__PRELOAD": "['preload.py']"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -295,6 +303,7 @@ def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals) -> N
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
         process.send_signal(number)
+        # With no processes left, their pipes are closed.
         _, err = process.communicate(timeout=HANG_S)
     _, alive = psutil.wait_procs(children, timeout=HANG_S)
     assert not alive
