@@ -265,12 +265,15 @@ async def _versions(client: Client, status: dict[str, Any]) -> dict[str, Any]:
     """Return versions like `Client.get_versions`, which would wait forever for a stuck worker."""
     from distributed.versions import get_versions
 
+    from dask_gpurt.plugins.bootstrap import PACKAGE
+
     scheduler: Any = client.scheduler
     silent = status.get("silent")
     # If the runtime is off, it is unknown which workers are stuck. Ask all of them.
     workers = sorted(status["workers"].keys() - silent) if silent else None
-    found = {"client": get_versions(), "scheduler": await scheduler.versions(packages=[])}
-    message = {"op": "versions", "packages": []}
+    theirs = await scheduler.versions(packages=[PACKAGE])
+    found = {"client": get_versions(packages=[PACKAGE]), "scheduler": theirs}
+    message = {"op": "versions", "packages": [PACKAGE]}
     found["workers"] = await ask_workers(client, message, workers, VERSIONS_TIMEOUT_S)
     return found
 

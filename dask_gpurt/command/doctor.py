@@ -23,6 +23,7 @@ from dask_gpurt.command.connect import ConnectError, address_of, ask, connected,
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import terminal_width, wrapped
 from dask_gpurt.command.run_report import device_note, times
+from dask_gpurt.plugins.bootstrap import difference, installed
 from dask_gpurt.tracing.advice import of_fallback
 
 _BAD_USAGE = 2
@@ -82,7 +83,8 @@ def cluster_findings(found: Mapping[str, Any]) -> list[Finding]:
         remedy = (
             "set DASK_GPURT__ENABLED=true in the environment of the program that connects to it"
             if never
-            else "remove the reason, then call dask_gpurt.enable(client)"
+            else "remove the reason, then " * bool(found["unusable"])
+            + "call dask_gpurt.enable(client)"
         )
         level: Level = "problem" if "not one this dask_gpurt" in str(found["reason"]) else "note"
         findings.append(Finding(level, "runtime", f"off: {found['reason']}", remedy))
@@ -343,6 +345,12 @@ def _versions(found: Mapping[str, Any]) -> list[Finding]:
     others = {"the scheduler": versions["scheduler"], **(versions["workers"] or {})}
     for who, theirs in others.items():
         packages = _packages(theirs or {})
+        # Workers that are not ready, and schedulers of another version, are named elsewhere.
+        differs = None if found["active"] else difference(packages, installed())
+        if theirs and differs is not None:
+            problem, _, remedy = differs.partition("; ")
+            findings.append(Finding("problem", "versions", f"{who}: {problem}", remedy))
+            continue
         for name in _COMPARED:
             if packages.get(name) != here.get(name):
                 text = f"{who} has {name} {packages.get(name)}, here it is {here.get(name)}"

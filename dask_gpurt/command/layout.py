@@ -12,6 +12,11 @@ from collections.abc import Sequence
 from typing import TextIO
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal. A daemon has None for its streams."""
+    return stream is not None and stream.isatty()
+
+
 def terminal_width(stream: TextIO | None = None) -> int | None:
     """Return the columns of the terminal on a stream, or None if it is not a terminal.
 
@@ -20,8 +25,7 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     stream
         By default, standard output.
     """
-    is_terminal = (stream or sys.stdout).isatty()
-    return shutil.get_terminal_size().columns if is_terminal else None
+    return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
 def wrapped(

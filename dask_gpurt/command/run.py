@@ -25,7 +25,7 @@ import dask.config
 from dask_gpurt import config
 from dask_gpurt.command import lazy_client, observe, run_report
 from dask_gpurt.command.embedded import EmbeddedCluster
-from dask_gpurt.command.layout import terminal_width
+from dask_gpurt.command.layout import is_terminal, terminal_width
 from dask_gpurt.command.progress import Progress
 from dask_gpurt.command.script import (
     INTERRUPTED,
@@ -81,7 +81,7 @@ class _Session:
         self._has_nsys = options.nsys_directory is not None
         self._notes: list[str] = []
         self._pid = os.getpid()
-        show = sys.stderr.isatty() if options.progress is None else options.progress
+        show = is_terminal(sys.stderr) if options.progress is None else options.progress
         self._recorder = _recorder(options, lambda: self._progress.start() if show else None, show)
         self._progress = Progress(self._recorder.snapshot)
         observe.install(self._recorder)

@@ -111,16 +111,21 @@ async def _register(client: Client, settings: config.Settings) -> None:
             plugin=dumps(plugin), name=NAME, idempotent=True
         )
     except ImportError as error:
-        raise ActivationError(
-            f"the scheduler at {scheduler_of(client).address}: dask-gpurt cannot be imported there "
-            f"({error}); "
-            f"run `pip install dask-gpurt=={dask_gpurt.__version__}` there. Stock Dask runs."
-        ) from error
+        reason = cannot_import(scheduler_of(client), error)
+        raise ActivationError(f"{reason}. Stock Dask runs.") from error
     except ActivationError as error:
         raise ActivationError(f"{error}. Stock Dask runs.") from None
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         raise ActivationError(f"{status['reason']}; stock Dask runs")
+
+
+def cannot_import(scheduler: Any, error: ImportError) -> str:
+    """Return why a scheduler that has this package cannot use it, and the remedy."""
+    return (
+        f"the scheduler at {scheduler.address}: {bootstrap.PACKAGE} cannot be imported there"
+        f" ({error}); run `pip install {bootstrap.PACKAGE}=={dask_gpurt.__version__}` there"
+    )
 
 
 async def on_connect(client: Client) -> None:

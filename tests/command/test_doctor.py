@@ -129,6 +129,22 @@ def test_unknown_key_and_bad_value_are_reported(shell: Shell) -> None:
     assert key["remedy"] == "did you mean gpurt.shuffle.memory?"
 
 
+def test_a_value_in_place_of_the_section_is_reported(
+    shell: Shell, user_yaml: Callable[[str], Path]
+) -> None:
+    """Dask drops it without a word, in a file as in the environment."""
+    (in_environment,) = found(
+        shell.gpurt("doctor", "--json", env={"DASK_GPURT": "true"}), "settings"
+    )
+    user_yaml("gpurt: on\n")
+    outcome = shell.gpurt("doctor", "--json")
+    (in_file,) = found(outcome, "settings")
+    assert outcome.code == 1
+    assert in_environment == in_file
+    assert in_file["level"] == "problem"
+    assert in_file["text"].startswith("gpurt is True, so it has no effect")
+
+
 def test_unusable_machine_description_is_reported(shell: Shell) -> None:
     path = shell.write("machines.yaml", "hosts:\n- {name: a}\n")
     env = {"DASK_GPURT__TOPOLOGY__FILE": str(path)}

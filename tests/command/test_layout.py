@@ -12,10 +12,16 @@ import pytest
 
 from dask_gpurt.command import doctor, status
 from dask_gpurt.command.checks.local import Finding
-from dask_gpurt.command.layout import aligned, table, wrapped
+from dask_gpurt.command.layout import aligned, is_terminal, table, terminal_width, wrapped
 from dask_gpurt.metrics import MEANING
 
 WIDTHS = [40, 60, 80, 120]
+
+
+def test_a_process_without_streams_has_no_terminal(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert terminal_width() is None
+    assert not is_terminal(None)
 
 
 def a_status() -> dict[str, Any]:

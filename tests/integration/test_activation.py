@@ -196,7 +196,7 @@ class Labelled(pd.DataFrame):
 
 
 class TestWhereItCannotWork:
-    def test_scheduler_without_the_package_runs_dask(self, cluster, caplog):
+    def test_scheduler_without_the_package_runs_dask(self, cluster, caplog, tmp_path):
         cluster.scheduler(before=WITHOUT_PACKAGE)
         cluster.worker("--no-nanny")
         with flagged(), cluster.client() as client:
@@ -207,6 +207,9 @@ class TestWhereItCannotWork:
             client.wait_for_workers(1)
             assert len(partitions(client, shuffled())) == 3
             assert not dask_gpurt.status(client)["active"]
+            with pytest.raises(ActivationError, match="dask-gpurt cannot be imported there"):
+                with dask_gpurt.trace(client, tmp_path / "trace.json"):
+                    pass
 
     def test_strict_refuses_work_instead(self, cluster):
         cluster.scheduler(before=WITHOUT_PACKAGE)

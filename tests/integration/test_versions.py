@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 
 import dask_gpurt
+from dask_gpurt.command import connect, doctor
 from dask_gpurt.errors import ActivationError
 from dask_gpurt.plugins.simulation.trace_recorder import recorded
 from tests.failure.gates import until
@@ -32,6 +33,7 @@ from tests.integration.processes import (
 
 HERE = minor_of(sys.executable)
 VERSION = dask_gpurt.__version__
+OURS = f"dask-gpurt=={VERSION}"
 ON = {"DASK_GPURT__ENABLED": "true"}
 
 #: A program that prints the result of a stock computation, and whether the runtime is on.
@@ -180,6 +182,15 @@ class TestSchedulers:
             client.wait_for_workers(1)
             assert len(partitions(client, shuffled())) == 2
             assert not dask_gpurt.status(client)["active"]
+            found = connect.ask(client, versions=True)
+            problems = [one for one in doctor.cluster_findings(found) if one.level == "problem"]
+            (worker,) = found["workers"]
+            assert [(one.text, one.remedy) for one in problems] == [
+                (f"{who}: dask-gpurt is not installed there", f"run `pip install {OURS}` there")
+                for who in ("the scheduler", worker)
+            ]
+            with pytest.raises(ActivationError, match="is not installed there"), recorded(client):
+                pass
         assert_no_traceback(cluster.logs[0])
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -139,6 +140,13 @@ def flag() -> Finding:
 
 def settings() -> Finding:
     """Check whether all settings are valid, and the description file, if one is set."""
+    given = (*dask.config.collect_yaml(dask.config.paths), dask.config.collect_env())
+    for section in (one.get("gpurt") for one in given):
+        # Dask replaces such a value with our defaults, so `config.read` cannot see it.
+        if section is not None and not isinstance(section, Mapping):
+            text = f"gpurt is {section!r}, so it has no effect; it must be a section of settings"
+            remedy = "write `gpurt: {enabled: true}` in YAML, or set DASK_GPURT__ENABLED=true"
+            return Finding("problem", "settings", text, remedy)
     try:
         topology = config.read().topology
         if topology.text is not None:

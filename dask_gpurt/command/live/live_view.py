@@ -77,7 +77,7 @@ class TerminalView:
     def __init__(self, snapshot: Callable[[], CounterSnapshot]) -> None:
         self._line = progress.Progress(snapshot)
         # A log would get each state of the line.
-        if sys.stderr is not None and sys.stderr.isatty():
+        if layout.is_terminal(sys.stderr):
             self._line.start()
 
     def show(self, seen: Mapping[str, Any], elapsed_s: float) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 
 from dask_gpurt.command.connect import connected, required_address
+from dask_gpurt.command.layout import is_terminal
 from dask_gpurt.command.progress import WIPE
 from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace, Keys
 from dask_gpurt.tracing import files
@@ -80,7 +81,7 @@ async def _traced(
 
 
 def _draw(text: str) -> None:
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         sys.stderr.write(WIPE + text)
         sys.stderr.flush()
 

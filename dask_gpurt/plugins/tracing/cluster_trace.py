@@ -133,9 +133,12 @@ class ClusterTrace(activation.ClientBlock):
             config.read().trace.limit_nbytes,
             self._keys == "full",
         )
-        await scheduler.register_scheduler_plugin(
-            plugin=dumps(plugin), name=plugin.name, idempotent=True
-        )
+        try:
+            await scheduler.register_scheduler_plugin(
+                plugin=dumps(plugin), name=plugin.name, idempotent=True
+            )
+        except ImportError as error:
+            raise ActivationError(activation.cannot_import(scheduler, error)) from error
 
     @property
     def note(self) -> str:
