@@ -10,6 +10,7 @@ import numpy as np
 from distributed import Event, get_client, wait, worker_client
 from distributed.system_monitor import SystemMonitor
 
+from dask_gpurt.memory.decisions.process_samples import SAMPLES
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
 from tests.integration.memory_cluster import MIB, cluster, until
 
@@ -123,10 +124,8 @@ class Understated:
 
 
 #: Settings for a memory monitor that checks often; tests set the memory that it sees.
-MONITORED = {
-    "distributed.worker.memory.spill": 0.7,
-    "distributed.worker.memory.monitor-interval": "5ms",
-}
+INTERVAL = "distributed.worker.memory.monitor-interval"
+MONITORED = {"distributed.worker.memory.spill": 0.7, INTERVAL: "5ms"}
 
 
 def test_values_larger_than_their_sizeof_are_spilled():
@@ -138,6 +137,25 @@ def test_values_larger_than_their_sizeof_are_spilled():
         wait(futures)
         until(lambda: len(store.memory) * 3 * MIB <= 0.85 * 32 * MIB)
         assert len(store.memory) + len(store.disk) >= 20
+        assert [future.result().number for future in futures] == list(range(20))
+
+
+def test_values_larger_than_their_sizeof_leave_together():
+    """One look at the memory is enough, however many small ones have to leave."""
+
+    async def look(dask_worker):
+        dask_worker.monitor.get_process_memory = lambda: 32 * MIB
+        for _ in range(SAMPLES):
+            await dask_worker.memory_manager.memory_monitor(dask_worker)
+
+    with cluster(n_workers=1, **MONITORED | {INTERVAL: "1h"}) as client:
+        (worker,) = client.cluster.workers.values()
+        store = worker.data
+        futures = client.map(Understated, range(20))
+        wait(futures)
+        client.run(look)
+        # 23 % of the process is above the mark, which is two thirds of the way from 0.7 to 0.8.
+        until(lambda: len(store.memory) == 15)
         assert [future.result().number for future in futures] == list(range(20))
 
 
@@ -177,7 +195,7 @@ def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
         "dask_gpurt.plugins.memory.manager.ManagedMemory._release_memory",
         lambda self, nbytes: relieved.append(1),
     )
-    monkeypatch.setattr("dask_gpurt.plugins.memory.manager.RELEASE_INTERVAL_S", -1.0)
+    monkeypatch.setattr("dask_gpurt.memory.decisions.process_samples.RELEASE_INTERVAL_S", -1.0)
 
     async def look(share, dask_worker):
         dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)

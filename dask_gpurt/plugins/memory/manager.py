@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_gpurt.config import MemorySettings
@@ -29,6 +27,7 @@ from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.foresight import assigned_use
 from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 from dask_gpurt.memory.decisions.levels import Value
+from dask_gpurt.memory.decisions.process_samples import SAMPLES, ProcessSamples
 from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
@@ -58,13 +57,9 @@ MAX_QUERIED = 5_000
 QUERY_SHARE = 0.05
 #: Interval at which the store is polled if Dask does not monitor the process memory.
 POLL_INTERVAL_S = 0.1
-#: Least interval between attempts to trim memory pools and spill shards.
-RELEASE_INTERVAL_S = 0.5
 #: Delay before inputs without another known use may be written after their task: the scheduler's
 #: message that releases them is probably on its way.
 DEFER_S = 0.05
-#: Samples of unmanaged memory; their median counts, because each task changes it for a while.
-SAMPLES = 5
 #: Wait without any move or ended task, after which the next task begins although it does not fit:
 #: the running ones may wait for it.
 PATIENCE_S = 10.0
@@ -120,12 +115,11 @@ class ManagedMemory:
         self._hints: dict[Hashable, Any] = {}
         self._query: asyncio.Task[None] | None = None
         self._query_from_s = 0.0
-        self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
-        self._released_at = self._progress_at = self._loop.time()
+        self._progress_at = self._loop.time()
         self._log_throttle = LogThrottle()
         self._release: Future[None] | None = None
-        #: Samples in a row at which the process was over its limit.
-        self._n_over = 0
+        #: The last values that were evicted because the process was over its limit.
+        self._eviction: Future[None] | None = None
         #: Tasks at the head of the queue when it was last read.
         self._queued: list[Hashable] = []
         self._n_started = 0
@@ -135,7 +129,10 @@ class ManagedMemory:
         self._reported_io: dict[tuple[str, str], float] = {}
         limits = worker_memory.spill_limits_nbytes(worker)
         assert limits is not None
-        self._target_nbytes, self._spill_nbytes = limits
+        self._target_nbytes, spill_nbytes = limits
+        self._samples = (
+            ProcessSamples(spill_nbytes, self._progress_at) if spill_nbytes is not None else None
+        )
         self._writes = Lane("write", 1, owners.ledger)
         self._reads = Lane("read", 2, owners.ledger)
         for lane in (self._writes, self._reads):
@@ -355,25 +352,20 @@ class ManagedMemory:
         room = self._target_nbytes
         shards_nbytes = self._owners.shards_nbytes()
         pinned_nbytes = self._levels.pinned_nbytes
-        if self._spill_nbytes is not None:
-            over_nbytes = process_nbytes - self._spill_nbytes
-            if over_nbytes > 0 and self._may_release(now):
+        samples = self._samples
+        if samples is not None:
+            managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
+            is_releasing = self._release is not None and not self._release.done()
+            if samples.take(now, process_nbytes, managed_nbytes, is_releasing=is_releasing):
                 # Not awaited: it may queue behind a large write, and Dask decides whether to pause
                 # only after this call. The next call sees the effect.
-                self._released_at = now
-                release = partial(self._release_memory, over_nbytes)
+                release = partial(self._release_memory, samples.over_nbytes)
                 self._release = self._writes.submit(
                     _logged, release, priority=Priority.HIGH, path="release"
                 )
-            else:
-                managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
-                self._unmanaged.append(process_nbytes - managed_nbytes)
-                self._n_over = self._n_over + 1 if over_nbytes > 0 else 0
             if process_nbytes < self._target_nbytes:
                 self._owners.relax_budget()
-            if self._unmanaged:
-                unmanaged_nbytes = max(0, int(median(self._unmanaged)))
-                room = min(room, self._spill_nbytes - unmanaged_nbytes)
+            room = min(room, samples.limit_nbytes - samples.unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
         self.store.set_capacity(max(room, int(LEAST_SHARE * self._target_nbytes)))
         self._fit_device()
@@ -382,8 +374,8 @@ class ManagedMemory:
         if now - self._progress_at > PATIENCE_S and self.store.force_progress():
             self._progress_at = now
         self.store.decide()
-        if self._n_over >= SAMPLES:
-            self._evict_over_limit(process_nbytes)
+        if samples is not None and samples.is_over_for_long:
+            self._evict_over_limit(samples, process_nbytes)
         is_querying = self._query is not None and not self._query.done()
         if self.store.has_spilled and not is_querying and now >= self._query_from_s:
             self._query = asyncio.create_task(self._query_next_uses(), name="gpurt-next-uses")
@@ -410,19 +402,19 @@ class ManagedMemory:
             if room_nbytes is not None:
                 self.store.set_capacity(room_nbytes, DEVICE)
 
-    def _evict_over_limit(self, process_nbytes: int) -> None:
-        """Evict one value, because the process has been over its limit for several samples.
+    def _evict_over_limit(self, samples: ProcessSamples, process_nbytes: int) -> None:
+        """Evict values, because the process has been over its limit for several samples.
 
-        Values may be larger than their reported sizes, so they are evicted one by one.
+        The next ones leave once these are written, and the process is measured again.
         """
-        if self.store.residency.levels[HOST].members:
-            self.store.evict()
-        elif self._n_over == SAMPLES:
+        if self._eviction is not None and not self._eviction.done():
+            return
+        if members := self.store.residency.levels[HOST].members:
+            for _ in range(samples.n_leaving(len(members))):
+                self.store.evict()
+            self._eviction = self._writes.submit(_logged, malloc.trim, path="release")
+        elif samples.n_over == SAMPLES:
             worker_memory.warn_of_unmanaged(process_nbytes)
-
-    def _may_release(self, now: float) -> bool:
-        is_in_flight = self._release is not None and not self._release.done()
-        return not is_in_flight and now - self._released_at > RELEASE_INTERVAL_S
 
     def _release_memory(self, over_nbytes: int) -> None:
         self._owners.release_memory(over_nbytes)

@@ -88,6 +88,8 @@ _WILL_USE = frozenset({"waiting", "ready", "constrained"})
 #: Most queued tasks that are sorted for one query: 8 ms on the scheduler's event loop. On further
 #: workers, each task counts as the next one.
 _MAX_QUEUED = 10_000
+#: The share at which Dask pauses workers by default (`distributed.worker.memory.pause`).
+DEFAULT_PAUSE = 0.8
 
 Execute = Callable[..., Awaitable[Any]]
 
@@ -241,13 +243,15 @@ def spill_limits_nbytes(worker: Worker) -> tuple[int, int | None] | None:
 
     Stock Dask notices too late that the process is over `spill`, and then spills far below it. With
     room reserved beforehand, less slack is needed: the limit is two thirds of the way to `pause`.
+    A worker that never pauses has the limit of one that pauses where Dask's default says: only the
+    nanny would stop it above.
     """
     manager = worker.memory_manager
     limit, target = manager.memory_limit, manager.memory_target_fraction
     spill, pause = manager.memory_spill_fraction, manager.memory_pause_fraction
     if not limit or not (target or spill):
         return None
-    mark = spill + 2 / 3 * max(0.0, (pause or 1.0) - spill) if spill else None
+    mark = spill + 2 / 3 * max(0.0, (pause or DEFAULT_PAUSE) - spill) if spill else None
     return int(limit * (target or spill)), int(limit * mark) if mark else None
 
 
