@@ -20,6 +20,8 @@ once about a task that stays in the queue, not once per slot | `DecisionSwap.uni
 stealing is on | |
 | handler `heartbeat_worker` | it carries the rates of transfers between pairs of workers
 | `DecisionSwap.uninstall` |
+| `Scheduler.transition`, `.transitions`, `TaskState.exception`, `.exception_text` and
+`.exception_blame` | a task fails with its group | |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
 | `Scheduler.idle` is a sorted dict | read as a plain one, and for the workers of a host | |
 """
@@ -31,6 +33,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from distributed.protocol.pickle import dumps
 from distributed.scheduler import _task_slots_available
 
 if TYPE_CHECKING:
@@ -288,6 +291,18 @@ class DecisionSwap:
 def may_run_anywhere(ts: TaskState) -> None:
     """Let a task run on any worker if all workers that it is restricted to are absent."""
     ts.loose_restrictions = True
+
+
+def fail_task(scheduler: Scheduler, ts: TaskState, error: Exception, stimulus_id: str) -> None:
+    """Fail a task that has no result yet. Its clients and the tasks that need it get the error.
+
+    Dask has no transition from `waiting`, where a task is whose inputs got lost with its worker.
+    Therefore the task is released first. It does not begin again, because it has an error.
+    """
+    ts.exception, ts.exception_text, ts.exception_blame = dumps(error), repr(error), ts
+    recommended = scheduler.transition(ts.key, "released", stimulus_id=stimulus_id)
+    recommended[ts.key] = "erred"
+    scheduler.transitions(recommended, stimulus_id=stimulus_id)
 
 
 def expected_duration_s(scheduler: Scheduler, ts: TaskState) -> float:

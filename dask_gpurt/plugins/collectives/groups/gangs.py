@@ -27,7 +27,7 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import LEAST_RATE, LEFT, GroupFailure
-from dask_gpurt.plugins.patches.task_placement import may_run_anywhere
+from dask_gpurt.plugins.patches.task_placement import fail_task, may_run_anywhere
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 from dask_gpurt.plugins.weak_handlers import weak_handlers
 from dask_gpurt.shuffle.routing import host_of
@@ -450,15 +450,10 @@ class Gangs(SchedulerPlugin):
                 gang.left.add(rank)
                 failure = GroupFailure("lost", rank=rank, address=worker)
                 self._fail(gang, failure)
-                ts = scheduler.tasks.get(key := rank_key(gang.name, rank))
-                if ts is not None and ts.who_wants:
-                    scheduler.stimulus_cancel(
-                        [key],
-                        client=gang.client,
-                        force=True,
-                        reason="gpurt-rank-lost",
-                        msg=str(failure.error()),
-                    )
+                ts = scheduler.tasks.get(rank_key(gang.name, rank))
+                if ts is not None and ts.state not in ("memory", "erred"):
+                    # Not cancelled: `Client.gather` would then raise `CancelledError`.
+                    fail_task(scheduler, ts, failure.error(), "gpurt-rank-lost")
             ts = self._loosen(gang, rank)
             if ts is not None and ts.state == "no-worker":
                 scheduler.transitions({ts.key: "processing"}, stimulus_id="gpurt-rank-lost")
