@@ -7,7 +7,8 @@
 | `Worker.batched_stream.comm`, `Comm.read` | splits a message of the scheduler into parts |
 `ShortTurns.uninstall` |
 | `Server.handle_stream` | lets the loop run after each part | |
-| `Worker.rpc.remove` | closes connections of ours to a lost worker, too | `LostPeers.uninstall` |
+| `Worker.rpc.remove`, `Scheduler.rpc.remove` | closes connections of ours to a lost worker, too;
+broadcasts go on without it | `LostPeers.uninstall` |
 | `distributed.core._expects_comm` | `forget_handlers` empties this cache of all handlers | |
 | `distributed.comm.tcp.TCP._finalizer` | keeps the stream, which keeps the error of a failed send |
 |
@@ -44,6 +45,7 @@ from dask_gpurt.process_patch import ProcessPatch
 
 if TYPE_CHECKING:
     from distributed import Worker
+    from distributed.core import ConnectionPool
 
 #: Bytes received between two turns of the loop: up to 4 ms if the memory is fresh.
 PIECE_NBYTES = 1 << 20
@@ -151,19 +153,21 @@ def forget_handlers() -> None:
 
 
 class LostPeers:
-    """The patch that tells us when a worker's peer is lost, until `uninstall`.
+    """The patch that tells a worker or the scheduler when a worker is lost, until `uninstall`.
 
-    A call to a peer whose host is gone would wait until the system gives up its connection. A
-    worker may have several of these patches, which end in any order.
+    A call to a worker whose host is gone would wait until the system gives up its connection. A
+    process may have several of these patches, which end in any order.
 
     Parameters
     ----------
+    pool
+        Dask's own connections, `rpc` of the worker or of the scheduler.
     on_loss
         Called with the address of the lost peer.
     """
 
-    def __init__(self, worker: Worker, on_loss: Callable[[str], None]) -> None:
-        self._pool: Any = worker.rpc
+    def __init__(self, pool: ConnectionPool, on_loss: Callable[[str], None]) -> None:
+        self._pool: Any = pool
         self._on_loss = on_loss
         patched = vars(self._pool).get("remove")
         if not isinstance(patched, _Remove):

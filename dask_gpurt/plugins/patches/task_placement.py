@@ -20,8 +20,8 @@ once about a task that stays in the queue, not once per slot | `DecisionSwap.uni
 stealing is on | |
 | handler `heartbeat_worker` | it carries the rates of transfers between pairs of workers
 | `DecisionSwap.uninstall` |
-| `Scheduler.transition`, `.transitions`, `TaskState.exception`, `.exception_text` and
-`.exception_blame` | a task fails with its group | |
+| `Scheduler.transition`, `.transitions`, `TaskState.exception`, `.exception_text`,
+`.exception_blame`, `.waiters` | a task fails with its group | |
 | `Scheduler._get_prefix_duration` | how long a task is expected to take | |
 | `Scheduler.idle` is a sorted dict | read as a plain one, and for the workers of a host | |
 """
@@ -301,6 +301,9 @@ def fail_task(scheduler: Scheduler, ts: TaskState, error: Exception, stimulus_id
     """
     ts.exception, ts.exception_text, ts.exception_blame = dumps(error), repr(error), ts
     recommended = scheduler.transition(ts.key, "released", stimulus_id=stimulus_id)
+    # As for any failed task. Otherwise Dask would release it once the tasks that need it fail, and
+    # then they would begin again.
+    ts.waiters = None
     recommended[ts.key] = "erred"
     scheduler.transitions(recommended, stimulus_id=stimulus_id)
 

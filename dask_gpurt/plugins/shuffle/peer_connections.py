@@ -127,7 +127,7 @@ class PeerConnections:
                 server=self._worker,
             )
             # Before the pool starts, which may let other calls in.
-            self._pool, self._lost = pool, LostPeers(self._worker, self._lose)
+            self._pool, self._lost = pool, LostPeers(self._worker.rpc, self._lose)
             await pool.start()
         return self._pool
 

@@ -16,6 +16,7 @@ from dask_gpurt.plugins.collectives.broadcasts import (
 )
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
 from dask_gpurt.plugins.patches.values.replicate import take_replica
+from tests.limits import HANG_S
 from tests.plugins.collectives import test_wide_values as wide
 from tests.plugins.collectives.test_broadcasts import N, on_cluster
 
@@ -217,3 +218,23 @@ async def test_a_value_stays_if_the_rest_cannot_be_read(c, s, *workers):
         await wait([*uses, *late])
         assert late[0].status == "finished"
         assert await other == "Immovable"
+
+
+@on_cluster(FOUR, **{"distributed.comm.timeouts.connect": f"{HANG_S}s"})
+async def test_a_worker_that_leaves_holds_nobody_up(c, s, *workers):
+    """Dask would try to connect to it for as long as it may, and the others would wait."""
+    victim = workers[3]
+    run = BroadcastRun.run
+
+    async def first_lose(self):
+        if victim.address in s.workers:
+            await victim.close()
+        await run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BroadcastRun, "run", first_lose)
+        future = await c.scatter(np.arange(N), broadcast=True)
+    holders = {ws.address for ws in s.tasks[future.key].who_has}
+    assert holders == {one.address for one in workers[:3]}
+    assert s.plugins["gpurt"].collectives.broadcaster.report()["copies"] == 3
+    assert "remove" not in vars(s.rpc)

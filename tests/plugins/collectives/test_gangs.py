@@ -25,6 +25,21 @@ def ranks(comm, blocks, *state):
     return comm.rank, comm.size, comm.workers, state
 
 
+def notes_its_end(comm, _):
+    comm.barrier()
+    Event(f"rank {comm.rank} has ended").set()
+
+
+@on_cluster()
+async def test_a_block_waits_for_runs_whose_futures_are_dropped(c, s, *workers):
+    """Dask cancels a task without a future."""
+    async with Communicator(c) as comm:
+        await comm.run(notes_its_end)
+    ends = [Event(f"rank {rank} has ended", client=c) for rank in range(len(workers))]
+    assert all([await one.is_set() for one in ends])
+    await assert_nothing_stays(c, s, *workers)
+
+
 @on_cluster()
 async def test_each_worker_is_one_rank_once(c, s, *workers):
     async with Communicator(c) as comm:

@@ -356,6 +356,27 @@ async def test_an_error_in_the_block_ends_its_runs(c, s, *workers):
 
 
 @on_cluster(THREE)
+async def test_an_interrupt_at_the_end_of_the_block_ends_its_runs(c, s, *workers):
+    """Otherwise, the next run would wait for this one."""
+    made = []
+
+    async def block():
+        async with Communicator(c) as comm:
+            made.extend(await comm.run(waits_for_rank_0))
+
+    running = asyncio.create_task(block())
+    while not all(worker.state.executing_count for worker in workers):
+        await asyncio.sleep(0)
+    running.cancel()
+    assert "the client has cancelled the run" in str(await made[1].exception())
+    await Event("go", client=c).set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    made.clear()
+    await assert_nothing_stays(c, s, *workers)
+
+
+@on_cluster(THREE)
 async def test_a_client_that_leaves_ends_its_groups(c, s, *workers):
     """One of its gangs runs, and one waits for the same workers."""
     async with Client(s.address, asynchronous=True) as other:

@@ -22,17 +22,17 @@ def one_stays(comm, _):
 @on_cluster(THREE)
 async def test_a_task_that_needs_a_lost_rank_fails(c, s, *workers):
     """The program keeps no future of the ranks."""
-    async with Communicator(c, [one.address for one in workers[:2]]) as comm:
-        futures = await comm.run(one_stays)
-        total = c.submit(len, futures, workers=[workers[2].address])
-        await futures[1]
-        key = futures[0].key
-        del futures
-        while total.key not in s.tasks or s.tasks[key].who_wants:
-            await asyncio.sleep(0)
-        workers[0].batched_stream.comm.abort()
-        error = await total.exception()
-        await Event("go", client=c).set()
+    comm = Communicator(c, [one.address for one in workers[:2]])
+    futures = await comm.run(one_stays)
+    total = c.submit(len, futures, workers=[workers[2].address])
+    await futures[1]
+    key = futures[0].key
+    del futures
+    while total.key not in s.tasks or s.tasks[key].who_wants:
+        await asyncio.sleep(0)
+    workers[0].batched_stream.comm.abort()
+    error = await total.exception()
+    await Event("go", client=c).set()
     assert (type(error), error.rank) == (RankLostError, 0)
 
 

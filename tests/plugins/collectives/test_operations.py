@@ -209,3 +209,25 @@ async def test_few_connections_are_enough(c, s, *workers):
 
 def many_sums(comm, _):
     return [float(comm.allreduce(float(number))) for number in range(30)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_any_and_all_give_zeros_and_ones(n):
+    """Also with one rank, which has nothing to combine."""
+    rows = np.array([[0, 3], [2, 0]])
+
+    def step(comm, _):
+        return [
+            [comm.allreduce(rows, op).tolist(), comm.reduce_scatter(rows, op).tolist()]
+            for op in ("any", "all")
+        ]
+
+    @on_cluster([("127.0.0.1", 1)] * n)
+    async def test(c, s, *workers):
+        async with Communicator(c) as comm:
+            found = await c.gather(await comm.run(step))
+        whole = [[0, 1], [1, 0]]
+        parts = [whole] if n == 1 else [whole[:1], whole[1:]]
+        assert found == [[[whole, part]] * 2 for part in parts]
+
+    test()

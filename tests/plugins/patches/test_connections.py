@@ -376,35 +376,36 @@ async def test_the_loop_runs_while_a_graph_is_handled(enabled):
 # ------------------------------------------------------------------ lost peers
 
 
-def test_worker_removes_lost_peers_from_its_pool():
+def test_lost_workers_are_removed_from_pools():
+    assert "self.rpc.remove(address)" in inspect.getsource(Scheduler.remove_worker)
     assert "self.rpc.remove(worker)" in inspect.getsource(Worker._handle_remove_worker)
     assert list(inspect.signature(ConnectionPool.remove).parameters) == ["self", "addr", "reason"]
 
 
 def test_lost_peers_are_told_until_uninstall():
     told, removed = [], []
-    pool = SimpleNamespace(rpc=ConnectionPool())
-    pool.rpc.remove = lambda addr, **kwargs: removed.append((addr, kwargs))
+    pool = ConnectionPool()
+    pool.remove = lambda addr, **kwargs: removed.append((addr, kwargs))
     lost = LostPeers(pool, told.append)
-    pool.rpc.remove("tcp://a:1", reason="gone")
+    pool.remove("tcp://a:1", reason="gone")
     assert (told, removed) == (["tcp://a:1"], [("tcp://a:1", {"reason": "gone"})])
     lost.uninstall()
     lost.uninstall()
-    assert "remove" not in vars(pool.rpc)
+    assert "remove" not in vars(pool)
 
 
 def test_either_of_two_told_of_lost_peers_may_end_first():
     """A worker has two pools of connections, and either may be idle first."""
     told = []
-    pool = SimpleNamespace(rpc=ConnectionPool())
+    pool = ConnectionPool()
     first, second = (LostPeers(pool, told.append) for _ in range(2))
     first.uninstall()
-    pool.rpc.remove("tcp://a:1")
+    pool.remove("tcp://a:1")
     assert told == ["tcp://a:1"]
     second.uninstall()
-    pool.rpc.remove("tcp://b:1")
+    pool.remove("tcp://b:1")
     assert told == ["tcp://a:1"]
-    assert "remove" not in vars(pool.rpc)
+    assert "remove" not in vars(pool)
 
 
 def test_forgotten_handlers_are_not_kept_alive():

@@ -18,9 +18,9 @@ import contextlib
 import logging
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -30,6 +30,7 @@ from dask_gpurt.collectives import two_level
 from dask_gpurt.collectives.steps import slice_bounds
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
+from dask_gpurt.plugins.patches.connections import LostPeers
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.routing import host_of
@@ -37,12 +38,15 @@ from dask_gpurt.tracing.lane_names import COLLECTIVE
 from dask_gpurt.transport import wire
 
 if TYPE_CHECKING:
+    from distributed.core import ConnectionPool
+
     from dask_gpurt.plugins.shuffle.transport_choice import Links
     from dask_gpurt.plugins.shuffle.transports import Transport
 
 logger = logging.getLogger("dask_gpurt")
 
 Buffer = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 #: Slices under way to each peer. With one, a link would idle while an answer is on its way.
 WINDOW = 2
@@ -93,6 +97,7 @@ class BroadcastRun:
         self._bounds = slice_bounds(self._starts[-1], n_slices)
         self._hosts = [host_of(address) for address in workers]
         self._here = [asyncio.Event() for _ in range(n_slices)]
+        self._lost = {address: asyncio.Event() for address in workers}
         if rank == 0:
             for one in self._here:
                 one.set()
@@ -128,6 +133,30 @@ class BroadcastRun:
             self._lent.clear()
             self._tenant.close()
 
+    def lose(self, address: str) -> None:
+        """Note that a worker has left the cluster."""
+        if (lost := self._lost.get(address)) is not None:
+            lost.set()
+
+    async def unless_lost(self, address: str, call: Awaitable[T]) -> T:
+        """Return the result of a call to a worker.
+
+        Raises
+        ------
+        OSError
+            The worker has left the cluster. Dask would try to connect to it for half a minute.
+        """
+        calling = asyncio.ensure_future(call)
+        losing = asyncio.ensure_future(self._lost[address].wait())
+        try:
+            await asyncio.wait({calling, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise OSError("it has left the cluster")
+            return calling.result()
+        finally:
+            calling.cancel()
+            losing.cancel()
+
     # ------------------------------------------------------------------ sending
 
     def _successors(self, rank: int) -> list[int]:
@@ -153,8 +182,11 @@ class BroadcastRun:
 
     async def _leave(self, address: str) -> None:
         """Tell a peer that it gets no more slices, if it is still there."""
+        leave = "gpurt_broadcast_leave"
         with contextlib.suppress(Exception):
-            await self._links.connections.call(address, "gpurt_broadcast_leave", name=self.name)
+            await self.unless_lost(
+                address, self._links.connections.call(address, leave, name=self.name)
+            )
 
     async def _send(self, peer: int, number: int) -> None:
         address = self._workers[peer]
@@ -179,7 +211,7 @@ class BroadcastRun:
                 address, "gpurt_broadcast_slice", **here, **data
             )
 
-        await entered(
+        sending = entered(
             self._links.ledger,
             lambda composing: self._links.deliver(address, self._links.transport, composing, call),
             compose,
@@ -188,6 +220,7 @@ class BroadcastRun:
             COLLECTIVE,
             message=message,
         )
+        await self.unless_lost(address, sending)
         if self._hosts[peer] == self._hosts[self._rank]:
             self._n_read[number] += 1
             if self._n_read[number] >= self._n_readers:
@@ -277,9 +310,9 @@ def longest_s(nbytes: int) -> float:
 class _Receivers:
     """The receivers of one broadcast, as its sender asks them over Dask's own connections."""
 
-    def __init__(self, rpc: Callable[[str], Any]) -> None:
-        self.name = uuid4().hex
-        self._rpc, self._room = rpc, asyncio.Semaphore(N_ASKED)
+    def __init__(self, run: BroadcastRun, rpc: ConnectionPool) -> None:
+        self._run, self._rpc = run, rpc
+        self._room = asyncio.Semaphore(N_ASKED)
 
     async def ask(
         self, peers: Sequence[str], handler: str, limit_s: float, **message: Any
@@ -293,7 +326,8 @@ class _Receivers:
     ) -> dict[str, Any]:
         try:
             async with self._room, asyncio.timeout(limit_s):
-                return dict(await getattr(self._rpc(peer), handler)(name=self.name, **message))
+                call = getattr(self._rpc(peer), handler)(name=self._run.name, **message)
+                return dict(await self._run.unless_lost(peer, call))
         except TimeoutError:
             return {"why_not": f"no answer in {limit_s:g} s"}
         except Exception as error:  # the peer is gone, or it raised this
@@ -307,7 +341,7 @@ def _reasons(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 async def spread(
     links: Links,
-    rpc: Callable[[str], Any],
+    rpc: ConnectionPool,
     address: str,
     key: Any,
     header: Any,
@@ -337,27 +371,37 @@ async def spread(
         `reached`: for each worker that has the value now, its size there in bytes. `failed`: for
         each other one, the reason.
     """
-
-    receivers = _Receivers(rpc)
     nbytes = sum(one.nbytes for one in stretches)
     n_slices = max(1, min(n_slices, nbytes))
-    answers = await receivers.ask(
-        workers,
-        "gpurt_broadcast_join",
-        JOIN_PATIENCE_S,
-        key=key,
-        version=version,
-        workers=[address, *workers],
-        header=header,
-        lengths=[one.nbytes for one in stretches],
-        n_slices=n_slices,
-    )
+    invitation = {
+        "key": key,
+        "version": version,
+        "workers": [address, *workers],
+        "header": header,
+        "lengths": [one.nbytes for one in stretches],
+        "n_slices": n_slices,
+    }
+    run = BroadcastRun(links, uuid4().hex, [address, *workers], 0, stretches, n_slices)
+    lost = LostPeers(rpc, run.lose)
+    try:
+        return await _spread(run, _Receivers(run, rpc), workers, nbytes, invitation)
+    finally:
+        lost.uninstall()
+
+
+async def _spread(
+    run: BroadcastRun,
+    receivers: _Receivers,
+    workers: Sequence[str],
+    nbytes: int,
+    invitation: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    answers = await receivers.ask(workers, "gpurt_broadcast_join", JOIN_PATIENCE_S, **invitation)
     if absent := _reasons(answers):
         # Without a worker, slices have another way. The caller may try again.
         present = [one for one in workers if one not in absent]
         await receivers.ask(present, "gpurt_broadcast_leave", JOIN_PATIENCE_S)
         return {"reached": {}, "failed": absent}
-    run = BroadcastRun(links, receivers.name, [address, *workers], 0, stretches, n_slices)
     sending = asyncio.ensure_future(run.run())
     try:
         answers = await receivers.ask(workers, "gpurt_broadcast_end", longest_s(nbytes))

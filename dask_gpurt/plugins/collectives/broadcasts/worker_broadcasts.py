@@ -19,6 +19,7 @@ from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
+from dask_gpurt.plugins.patches.connections import LostPeers
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
 from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
@@ -110,6 +111,7 @@ class WorkerBroadcasts:
         rank = list(workers).index(self._worker.address)
         run = BroadcastRun(self._state.links, name, workers, rank, received.stretches, n_slices)
         self._runs[name] = run
+        lost = LostPeers(self._worker.rpc, run.lose)
 
         async def to_its_end() -> int | str:
             try:
@@ -125,6 +127,7 @@ class WorkerBroadcasts:
                 return str(error) or type(error).__name__
             finally:
                 del self._runs[name]
+                lost.uninstall()
                 # The sender may be gone, and never ask.
                 asyncio.get_running_loop().call_later(PATIENCE_S, self._ends.pop, name, None)
 

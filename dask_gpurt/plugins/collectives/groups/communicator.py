@@ -70,6 +70,9 @@ class Communicator:
         self.workers = None if workers is None else list(workers)
         #: Names of the gangs that may still run.
         self._names: list[str] = []
+        #: They keep the futures of a `with` block: Dask cancels tasks without futures.
+        self._keeping: set[asyncio.Task[Any]] = set()
+        self._is_entered = False
 
     def __repr__(self) -> str:
         ranks = "all workers" if self.workers is None else f"{len(self.workers)} workers"
@@ -182,7 +185,7 @@ class Communicator:
                 raise GangError(answer["why_not"])
             self.workers = workers = list(answer["workers"])
             of_rank = await self._dealt(rows, workers)
-            return [
+            futures = [
                 client.submit(
                     run_rank,
                     name,
@@ -201,10 +204,18 @@ class Communicator:
             ]
         except BaseException:
             # Also of an interrupt while it waits for other gangs.
-            with contextlib.suppress(OSError):
-                await asyncio.shield(self._scheduler.gpurt_gang_wait(names=[name], cancel=True))
+            await self._cancel([name])
             self._names.remove(name)
             raise
+        if self._is_entered:
+            keeping = asyncio.create_task(_kept(futures))
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
+        return futures
+
+    async def _cancel(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(OSError):
+            await asyncio.shield(self._scheduler.gpurt_gang_wait(names=names, cancel=True))
 
     async def _rows(self, blocks: Any) -> list[tuple[Future[Any], ...]]:
         """Return the blocks of each position as futures, when all are in memory."""
@@ -252,21 +263,43 @@ class Communicator:
 
     async def _close(self, cancel: bool) -> None:
         names, self._names = self._names, []
-        if names and self._client.scheduler is not None:
-            with contextlib.suppress(OSError):
-                await self._scheduler.gpurt_gang_wait(names=names, cancel=cancel)
+        try:
+            if not names or self._client.scheduler is None:
+                return
+            if cancel:
+                await self._cancel(names)
+                return
+            try:
+                with contextlib.suppress(OSError):
+                    await self._scheduler.gpurt_gang_wait(names=names, cancel=False)
+            except BaseException:
+                # An interrupt while it waits ends the runs: later ones would wait for them.
+                await self._cancel(names)
+                raise
+        finally:
+            self._is_entered = False
+            for keeping in self._keeping:
+                keeping.cancel()
 
     def __enter__(self) -> Communicator:
+        self._is_entered = True
         return self
 
     def __exit__(self, error: Any, *_: Any) -> None:
         self._client.sync(self._close, error is not None)
 
     async def __aenter__(self) -> Communicator:
+        self._is_entered = True
         return self
 
     async def __aexit__(self, error: Any, *_: Any) -> None:
         await self._close(error is not None)
+
+
+async def _kept(futures: Sequence[Future[Any]]) -> None:
+    """Keep futures until their tasks have ended. `wait` would raise if one is cancelled."""
+    for future in futures:
+        await future.exception()
 
 
 def _position(key: Any) -> Any:

@@ -108,7 +108,10 @@ class Rank:
         TypeError
             The array's type cannot be added up.
         """
-        return self._all_reduced(f"allreduce({op})", _checked(array, ADDABLE), _known(op))
+        array, _ = _checked(array, ADDABLE), _known(op)
+        if self.size == 1:
+            array = _of_one_rank(array, op)
+        return self._all_reduced(f"allreduce({op})", array, op)
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Raises as `allreduce`."""
@@ -135,7 +138,7 @@ class Rank:
         array, _ = _checked(array, ADDABLE), _known(op)
         if not array.ndim:
             raise ValueError("reduce_scatter needs an array with rows, not a number")
-        flat = _flat(array)
+        flat = _flat(_of_one_rank(array, op) if self.size == 1 else array)
         best = self._best("reduce-scatter", array.nbytes)
         rows = slice_bounds(len(array), self.size)
         length = len(flat) // max(1, len(array))
@@ -365,6 +368,11 @@ def _checked(array: Any, kinds: frozenset[str]) -> Any:
     if array.dtype.kind not in kinds or not array.dtype.itemsize:
         raise TypeError(f"arrays of type {array.dtype} cannot take part in a collective operation")
     return array
+
+
+def _of_one_rank(array: Any, operation: Operation) -> Any:
+    """Return the result for a single array. With several, `any` and `all` give zeros and ones."""
+    return (array != 0).astype(array.dtype) if operation in ("any", "all") else array
 
 
 def _flat(array: Any) -> Any:

@@ -125,12 +125,16 @@ class ReplicateSwap:
                     made := await self._scatter(key, value, targets)
                 ):
                     sent[key] = made
+        # A worker may leave at any `await`. Stock Dask makes the copies of a value that has none.
+        who_has = {}
+        for key, made in [*sent.items()]:
+            if holders := [address for address in made if address in scheduler.workers]:
+                who_has[key] = holders
+            else:
+                del sent[key]
         if sent:
             scheduler.update_data(
-                who_has={
-                    key: [address for address in made if address in scheduler.workers]
-                    for key, made in sent.items()
-                },
+                who_has=who_has,
                 nbytes={key: max(made.values()) for key, made in sent.items()},
                 client=client,
             )
@@ -138,7 +142,8 @@ class ReplicateSwap:
         if rest:
             await self._stock_scatter(rest, workers, client, broadcast, timeout)
         if sent:  # stock Dask makes the copies that are missing
-            await self._replicated(list(sent), None, [ws.address for ws in targets])
+            there = [ws.address for ws in targets if ws.address in scheduler.workers]
+            await self._replicated(list(sent), None, there)
         return list(data)
 
     def uninstall(self) -> None:
