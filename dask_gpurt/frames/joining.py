@@ -126,6 +126,34 @@ def with_common_categories(frames: list[pd.DataFrame]) -> list[pd.DataFrame]:
     return frames
 
 
+def with_common_index(frames: list[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Unite the categories of categorical levels of the index, as `with_common_categories` does."""
+    dtypes = [frame.index.dtype for frame in frames]
+    if frames[0].index.nlevels == 1 and not isinstance(dtypes[0], pd.CategoricalDtype):
+        return frames
+    levels = [_levels_of(frame.index) for frame in frames]
+    united = with_common_categories([*levels])
+    return [
+        frame
+        if one is before
+        else frame.set_axis(index_of([one[n].array for n in one], frame.index.names))
+        for frame, before, one in zip(frames, levels, united, strict=True)
+    ]
+
+
+def _levels_of(index: pd.Index) -> pd.DataFrame:
+    numbers = range(index.nlevels)
+    return pd.DataFrame({number: index.get_level_values(number) for number in numbers}, copy=False)
+
+
+def index_of(levels: Sequence[Any], names: Sequence[Any]) -> pd.Index:
+    """Return the index with these levels."""
+    if len(levels) > 1:
+        return pd.MultiIndex.from_arrays(levels, names=names)
+    # The explicit type keeps pandas from inferring one from the objects.
+    return pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
+
+
 def frame_of_blocks(
     blocks: list[tuple[Any, npt.NDArray[np.intp]]], index: pd.Index, columns: pd.Index
 ) -> pd.DataFrame:

@@ -40,11 +40,13 @@ from dask_gpurt.frames.columns import (
 )
 from dask_gpurt.frames.joining import (
     frame_of_blocks,
+    index_of,
     join_arrow,
     join_categorical,
     join_objects,
     runs_of_one_shape,
     with_common_categories,
+    with_common_index,
 )
 from dask_gpurt.frames.layouts import FrameLayout
 from dask_gpurt.frames.pandas_rows import JoinedFrames, MergedRows, PandasBody, PandasPartition
@@ -255,7 +257,8 @@ class PandasFrames:
         if len(frames) == 1:
             return frames[0]
         frames = with_missing_like_meta(frames, self._result_meta.dtypes)
-        return self._reconciled(pd.concat(with_common_categories(frames)), None)
+        frames = with_common_index(with_common_categories(frames))
+        return self._reconciled(pd.concat(frames), None)
 
     def _concatenate_alike(self, pieces: list[Piece], empty: Empty) -> pd.DataFrame:
         """Concatenate pieces that differ only in their categories to an output partition."""
@@ -290,7 +293,7 @@ class PandasFrames:
                     values = values.reshape(1, -1)
                 blocks.append((values, np.array([number], dtype=np.intp)))
         n_columns = len(layout.columns)
-        index = _index_of(
+        index = index_of(
             [column(n_columns + level) for level in range(len(layout.index))], layout.index_names
         )
         # A view: a program that names the columns of one output must not name those of all.
@@ -332,13 +335,6 @@ def _join_groups(
         for position in range(group.n_plain, len(group.members)):
             parts[group.members[position]] = joined[position]
     return parts, blocks
-
-
-def _index_of(levels: list[Any], names: Sequence[Any]) -> pd.Index:
-    if len(levels) > 1:
-        return pd.MultiIndex.from_arrays(levels, names=names)
-    # The explicit type keeps pandas from inferring one from the objects.
-    return pd.Index(levels[0], dtype=levels[0].dtype, name=names[0], copy=False)
 
 
 def _column_arrays(frame: pd.DataFrame) -> Iterator[Any]:

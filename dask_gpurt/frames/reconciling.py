@@ -89,7 +89,12 @@ def _reconciled(column: pd.Series, expected: Any) -> pd.Series:
         found = _arrow_of(column)
         if found is None:
             return column
+        if pa.types.is_decimal(found.type) and expected.kind == "f":
+            return _cast(column, expected)
         column = pd.Series(found.to_pandas().array, index=column.index, copy=False)
+    if isinstance(column.dtype, pd.ArrowDtype) and expected.kind == "f":
+        if pa.types.is_decimal(column.dtype.pyarrow_dtype):
+            return _cast(column, expected)
     values: Any = column.array
     if is_masked(values) and not column.hasnans and values.dtype.numpy_dtype == expected:
         return column.astype(expected)

@@ -272,6 +272,16 @@ def test_partitions_of_several_types_are_joined(parts):
     )
 
 
+@pytest.mark.parametrize("n_levels", [1, 2])
+@pytest.mark.parametrize("unlike", ["categories, few and many", "categories, another column wider"])
+def test_categories_of_an_index_are_united(unlike, n_levels):
+    levels = ["a", "number"][:n_levels]
+    parts = [part.assign(number=7, c=1).set_index(levels) for part in UNLIKE[unlike]]
+    ours, stock = shuffled(*parts), stock_shuffled(*parts)
+    pd.testing.assert_frame_equal(ours, stock, check_categorical=False)
+    assert isinstance(ours.index.get_level_values("a").dtype, pd.CategoricalDtype)
+
+
 @pytest.mark.parametrize("index", [pa.int8(), pa.int16()], ids=str)
 def test_dictionary_too_large_for_its_index_is_an_error(index):
     texts = [[f"{part} {number}" for number in range(100)] for part in range(2)]

@@ -154,6 +154,9 @@ def test_values_that_do_not_fit_keep_their_type(column, expected):
         (objects(MOMENT, None), "datetime64[us]"),
         (objects(True, False), "bool"),
         (pd.Series([1, 2], dtype="Int64"), "int64"),
+        (objects(decimal.Decimal("1.5"), None), "float64"),
+        (objects(decimal.Decimal("1.5"), decimal.Decimal("0.25")), "float32"),
+        (pd.Series([decimal.Decimal("1.25")], dtype=arrow(pa.decimal128(5, 2))), "Float64"),
     ],
 )
 def test_values_that_fit_get_the_promised_type(column, expected):
