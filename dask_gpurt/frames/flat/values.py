@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -196,6 +196,8 @@ class _Flattening:
         #: Node of each object, by its address. The reference to the object keeps the address
         #: unique.
         self._seen: dict[int, tuple[Any, list[Any]]] = {}
+        #: Whether all containers are decomposed: pickled alone, some would lose a shared object.
+        self._is_sharing = False
         self._n_shared = 0
 
     def add(self, buffer: Buffer) -> int:
@@ -225,15 +227,23 @@ class _Flattening:
             made = library.node(value, self)
         elif type(value) in (bytes, bytearray) and len(value) > _SMALL_PICKLE_NBYTES:
             made = [type(value).__name__, self.add(np.frombuffer(value, np.uint8))]
-        elif type(value) in (tuple, list) and _is_worth_it(value):
+        elif type(value) in (tuple, list) and self._is_decomposed(value):
             made = [type(value).__name__, [self.node(item) for item in value]]
-        elif type(value) is dict and _is_worth_it(value):
+        elif type(value) is dict and self._is_decomposed(value):
             # Keys first, as in `_dict_of`: both orders must agree on the first of two references.
             keys = self.node(list(value))
             made = ["dict", keys, [self.node(item) for item in value.values()]]
         else:
             made = self._registered(value) or self.pickled(value)
         return made
+
+    def _is_decomposed(self, container: Any) -> bool:
+        if not self._is_sharing:
+            judged = _judged(container)
+            if not judged.is_worth_it:
+                return False
+            self._is_sharing = judged.is_sharing
+        return True
 
     def _registered(self, value: Any) -> Node:
         apart = self._take_apart(value) if self._take_apart is not None else None
@@ -369,12 +379,18 @@ def _refers_to_nothing(item: Any) -> bool:
     return type(item) in _PLAIN_TYPES or isinstance(item, _PLAIN_KINDS)
 
 
-def _is_worth_it(container: Any) -> bool:
-    """Return whether to decompose a container.
+class _Judged(NamedTuple):
+    """Whether to decompose a container, and whether one of its objects occurs twice in it."""
 
-    It must contain frames or arrays, or few scalars, and no other objects.
-    """
+    is_worth_it: bool
+    is_sharing: bool
+
+
+def _judged(container: Any) -> _Judged:
+    """Judge a container. It must contain frames or arrays, or few scalars, and no other objects."""
     has_memory, all_scalars = False, True
+    met: set[int] = set()
+    n_met = 0
     n_items = 0
     waiting = [(container, 0)]
     while waiting:
@@ -382,17 +398,21 @@ def _is_worth_it(container: Any) -> bool:
         items = [*inner, *inner.values()] if type(inner) is dict else inner
         n_items += len(items)
         if n_items > _MOST_ITEMS or depth > _DEEPEST:
-            return False
+            return _Judged(False, False)
         for item in items:
+            if not is_scalar(item):
+                met.add(id(item))
+                n_met += 1
             if type(item) in (tuple, list, dict):
                 waiting.append((item, depth + 1))
             elif is_plain(item) or _library_of(item) is not None:
                 has_memory = True
             elif not is_scalar(item):
                 if not _refers_to_nothing(item):
-                    return False
+                    return _Judged(False, False)
                 all_scalars = False
-    return has_memory or (all_scalars and n_items <= _FEW_ITEMS)
+    is_worth_it = has_memory or (all_scalars and n_items <= _FEW_ITEMS)
+    return _Judged(is_worth_it, len(met) < n_met)
 
 
 def _name_of(value: Any) -> str:

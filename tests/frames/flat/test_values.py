@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import fractions
 import pickle
 
@@ -139,6 +140,27 @@ def test_given_pickling_functions_are_used():
     assert_same(restore(flat.header, copies_of(flat), loads), value)
     with pytest.raises(pickle.UnpicklingError):
         restore(flat.header, copies_of(flat))
+
+
+def test_objects_of_inner_containers_are_stored_once():
+    """A container without an array could have a pickle of its own."""
+    shared, text = [], "h" * 100_000
+    rows = [(np.arange(3), {"day": datetime.date(2020, 1, n + 1), "text": text}) for n in range(20)]
+    value = {"first": {"list": shared, b"key": 1}, "rows": rows, "last": shared}
+    flat = flatten(value)
+    assert flat.nbytes < 1.1 * len(pickle.dumps(value))
+    found = restore(flat.header, copies_of(flat))
+    assert found["first"]["list"] is found["last"]
+    assert len({id(row[1]["text"]) for row in found["rows"]}) == 1
+    assert [row[1] for row in found["rows"]] == [row[1] for row in rows]
+
+
+def test_an_inner_container_that_shares_nothing_has_one_pickle():
+    """Thousands of pickles would take long."""
+    days = [datetime.date(2020, 1, 1) + datetime.timedelta(n) for n in range(5_000)]
+    flat = flatten((np.arange(3), days))
+    assert len(flat.buffers) == 2
+    assert restore(flat.header, copies_of(flat))[1] == days
 
 
 def test_objects_that_occur_twice_are_stored_once():
