@@ -19,6 +19,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+#: States of the task of a leaf that is not made yet.
+UNMADE = ("released", "waiting", "queued")
+
 
 class _Waiting(NamedTuple, Generic[T]):
     """A task in the scheduler's queue; the least `order` comes first."""
@@ -62,6 +65,31 @@ class Runs(Generic[T]):
     def is_served(self, address: str) -> bool:
         """Return whether a worker has begun a run while others wait for theirs."""
         return address in self._served
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether as many leaves have an owner as there were to make."""
+        return len(self._owners) >= self._n_leaves
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether twice as many leaves have an owner: most of them are probably gone."""
+        return len(self._owners) >= 2 * self._n_leaves
+
+    def renew(self, n_unmade: int, states: Callable[[Hashable], str | None]) -> None:
+        """Forget leaves that are gone, and count those of a later graph.
+
+        Parameters
+        ----------
+        n_unmade
+            Leaves that are not made yet, with or without an owner.
+        states
+            Returns the state of a leaf's task; None if it is gone.
+        """
+        known = {leaf: states(leaf) for leaf in self._owners}
+        self._owners = {leaf: one for leaf, one in self._owners.items() if known[leaf]}
+        n_owned = sum(state in UNMADE for state in known.values())
+        self._n_leaves = len(self._owners) + max(0, n_unmade - n_owned)
 
     def share(self, address: str, nthreads: int, total_nthreads: int) -> int:
         """Return the leaves of a worker's next run: its share of those without an owner.

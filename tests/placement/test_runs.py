@@ -115,6 +115,20 @@ def test_leaves_of_a_worker_that_left_have_no_owner():
     assert tree.first_unowned() == "W"
 
 
+def test_a_later_graph_has_runs_of_its_own():
+    tree = runs(8)
+    for address, leaves in (("a", range(4)), ("b", range(4, 8))):
+        assert tree.share(address, 1, 2) == 4
+        tree.begin(address, leaves)
+    assert tree.is_used_up and not tree.is_outgrown
+    # Six leaves are gone, one is kept in memory, and one still waits for its worker.
+    states = {3: "memory", 7: "queued"}
+    tree.renew(7, states.get)
+    assert not tree.is_used_up
+    assert [tree.owner(leaf) for leaf in (0, 3, 7)] == [None, "a", "b"]
+    assert tree.share("a", 1, 2) == 3
+
+
 @given(
     st.lists(st.sampled_from(["wait", "begin", "take", "next", "remove"]), max_size=60), st.data()
 )

@@ -28,6 +28,8 @@ MAX_STEPS = 8
 MAX_TASKS = 512
 #: Limit of contractions whose plans are kept.
 MAX_PLANS = 16
+#: Limit of the users of one operand that are looked at.
+MAX_USERS = 1_000
 #: Limit of undescribed hosts whose links are compared: 2.5 ms when a worker joins or leaves.
 MAX_COMPARED = 128
 
@@ -81,7 +83,7 @@ class Contractions:
     def _planned(self, product: TaskState) -> tuple[ContractionPlan, str] | None:
         if _group(product) in self._unplanned:
             return None
-        if not _is_product(product) or not (hosts := self._alike_hosts()):
+        if not (hosts := self._alike_hosts()) or not _is_product(product):
             return None
         output = _output_of(product, len(hosts))
         if output is None:
@@ -172,7 +174,9 @@ class Contractions:
 
 
 def _is_product(ts: TaskState) -> bool:
-    if len(ts.dependencies) != 2:
+    # The second test is for speed: without it, many tasks that need one block, each in a group of
+    # its own, would look at one another.
+    if len(ts.dependencies) != 2 or len(ts.group) < MIN_MOST_USES:
         return False
     one, other = ts.dependencies
     if len(one.dependents) < MIN_USES or len(other.dependents) < MIN_USES:
@@ -186,7 +190,8 @@ def _is_product(ts: TaskState) -> bool:
 
 def _n_products(operand: TaskState, product: TaskState) -> int:
     """Return the number of products that need an operand, or `MIN_MOST_USES` if there are more."""
-    alike = (one for one in operand.dependents if one.group is product.group)
+    users = islice(operand.dependents, MAX_USERS)
+    alike = (one for one in users if one.group is product.group)
     return sum(1 for _ in islice(alike, MIN_MOST_USES))
 
 

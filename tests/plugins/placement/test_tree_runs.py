@@ -239,6 +239,39 @@ async def test_tasks_of_a_cancelled_tree_are_let_go(c, s, a, b):
     assert not queued
 
 
+def tree_over(level):
+    """Combine tasks by fours."""
+    for depth in range(3):
+        parts = [level[n : n + 4] for n in range(0, len(level), 4)]
+        level = [
+            dask.delayed(first_of)(*part, dask_key_name=(f"part-{depth}", n))
+            for n, part in enumerate(parts)
+        ]
+    return level[0]
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_later_graphs_of_one_function_have_runs(c, s, a, b):
+    """Their leaves have the same group, whose first graph is done."""
+    placement = Placement(s, "data-aware")
+    for graph in range(3):
+        event = Event()
+        level = [
+            dask.delayed(late)(1, event, dask_key_name=f"load-{graph:08x}{n:024x}")
+            for n in range(64)
+        ]
+        result = c.compute(tree_over(level), optimize_graph=False)
+        await async_poll_for(lambda: s.queued, timeout=60)
+        await event.set()
+        assert await result == 1
+        (runs,) = placement._roots._trees._trees.values()
+        owners = Counter(runs._owners.values())
+        assert sum(owners.values()) == 64, "those of earlier graphs are forgotten"
+        assert all(24 <= n <= 40 for n in owners.values())
+        del result, level
+        await async_poll_for(lambda: not s.tasks, timeout=60)
+
+
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_workers_that_join_get_tasks_of_which_none_has_ended(c, s, a):
     """The runs of earlier workers have all tasks, and nobody knows how long these take."""
@@ -251,13 +284,7 @@ async def test_workers_that_join_get_tasks_of_which_none_has_ended(c, s, a):
     s.add_plugin(Joins(), name="joins")
     event = Event()
     level = [dask.delayed(late)(1, event, dask_key_name=("load-1", n)) for n in range(64)]
-    for depth in range(3):
-        parts = [level[n : n + 4] for n in range(0, len(level), 4)]
-        level = [
-            dask.delayed(first_of)(*part, dask_key_name=(f"part-{depth}", n))
-            for n, part in enumerate(parts)
-        ]
-    result = c.compute(level[0], optimize_graph=False)
+    result = c.compute(tree_over(level), optimize_graph=False)
     await async_poll_for(lambda: s.queued, timeout=60)
     async with contextlib.AsyncExitStack() as stack:
         new = [await stack.enter_async_context(Worker(s.address, nthreads=1)) for _ in range(3)]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dask_gpurt.placement.runs import Runs, pays_to_take
+from dask_gpurt.placement.runs import UNMADE, Runs, pays_to_take
 from dask_gpurt.plugins.patches.task_placement import expected_duration_s
 from dask_gpurt.plugins.placement.join_partners import MIN_JOIN_NBYTES
 from dask_gpurt.plugins.placement.roots.queue_hold import QueueHold
@@ -73,11 +73,17 @@ class TreeRuns:
             return None
         group = found.group
         runs = self._trees.get(group.name)
-        if runs is None:
-            states = group.states
-            n_leaves = states["released"] + states["waiting"] + states["queued"]
-            # With fewer, each run is a single leaf.
-            if n_leaves <= self._scheduler.total_nthreads:
+        if runs is not None and not (runs.is_used_up and runs.owner(found.key) is None):
+            return Leaf(found, runs)
+        n_leaves = sum(n for state, n in group.states.items() if state in UNMADE)
+        # With fewer, each run is a single leaf.
+        are_enough = n_leaves > self._scheduler.total_nthreads
+        if runs is not None:
+            # Groups are named after functions, so a later graph often has the same ones.
+            if are_enough or runs.is_outgrown:
+                runs.renew(n_leaves, self._state_of)
+        else:
+            if not are_enough:
                 return None
             if 0 < self._view.sizes(found) < MIN_JOIN_NBYTES:
                 return None
@@ -227,6 +233,10 @@ class TreeRuns:
         nbytes = self._view.sizes(leaf_of(root) or root)
         path = path_between(self._view.links.places, thief.address, victim.address)
         return path.transfer_s(nbytes)
+
+    def _state_of(self, key: Any) -> str | None:
+        ts = self._scheduler.tasks.get(key)
+        return None if ts is None else ts.state
 
     def _is_queued(self, key: Key) -> bool:
         ts = self._scheduler.tasks.get(key)
