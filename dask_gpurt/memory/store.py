@@ -144,7 +144,8 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         return key in self.residency.values
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self.residency.values)
+        # A copy: a lane may lose a value while a loop on the event loop is under way.
+        return iter([*self.residency.values])
 
     def __len__(self) -> int:
         return len(self.residency.values)

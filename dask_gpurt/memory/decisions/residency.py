@@ -175,7 +175,10 @@ class Residency:
     def load_failed(self, move: Load) -> bool:
         """Drop a copy that could not be read; return False if the value has no other."""
         value = self._load_ended(move)
-        return value is None or self.drop_copy(value, move.source)
+        # Somebody else may have found the copy damaged, and dropped it meanwhile.
+        return (
+            value is None or move.source not in value.copies or self.drop_copy(value, move.source)
+        )
 
     def _load_ended(self, move: Load) -> Value | None:
         self._loads -= 1

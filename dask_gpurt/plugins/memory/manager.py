@@ -316,6 +316,10 @@ class ManagedMemory:
             )
         except OSError:
             return  # the scheduler is gone or busy; the next query may succeed
+        except Exception as error:
+            self._query_from_s = self._loop.time() + PATIENCE_S
+            logger.info("the scheduler does not say when values are needed: %r", error)
+            return
         self._query_from_s = self._loop.time() + max(pause_s, schedulers_pause_s)
         self._hints = {
             key: tuple(use) for key, use in zip(keys, uses, strict=True) if use is not None

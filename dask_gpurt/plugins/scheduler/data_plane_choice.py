@@ -23,6 +23,8 @@ logger = logging.getLogger("dask_gpurt")
 
 #: Most shuffles whose sketch is kept, in case they restart.
 MAX_SKETCHES = 256
+#: Limit of reasons that are kept.
+MAX_REASONS = 100
 
 
 class DataPlaneChoice:
@@ -78,6 +80,8 @@ class DataPlaneChoice:
             )
         if not self.fallbacks[what, why]:
             logger.warning("%s runs on stock Dask: %s", what, why)
+            if len(self.fallbacks) >= MAX_REASONS:  # many of them name a worker
+                del self.fallbacks[next(iter(self.fallbacks))]
         self.fallbacks[what, why] += 1
         self.runs["stock"] += 1
         return stock

@@ -329,11 +329,11 @@ class Machines:
         if not missing:
             return
         answers = await ask(self._scheduler, "gpurt_machine", missing, _REPORT_DEADLINE_S)
-        for address in answers.silent:
+        # Of a worker that left meanwhile, nothing would ever be removed.
+        for address in {*answers.silent}.intersection(self._ready):
             self._record_problem(address, _NO_ANSWER.format(_REPORT_DEADLINE_S))
         for address, answer in answers.received.items():
             if address not in self._ready:
-                # The worker left meanwhile. Its report would never be removed.
                 continue
             try:
                 self._reports[address] = MachineReport.from_plain(answer)

@@ -273,6 +273,19 @@ def test_values_sink_through_the_tiers():
     }
 
 
+def test_a_copy_that_a_read_has_dropped_is_not_the_last_one():
+    """A load fails for the same copy, which was damaged. The disk has the value."""
+    levels = [Level("memory", 60), Level("pinned", 60), Level("disk")]
+    residency = Residency(levels, {0: (1, 2)}, POLICIES["lru"])
+    value = residency.insert("a", 10, level=1)
+    residency.load(value)
+    (move, *_) = residency.take_moves()
+    value.copies[2] = 10
+    assert residency.drop_copy(value, 1)
+    assert residency.load_failed(move)
+    assert value.copies == {2: 10}
+
+
 def test_prefetch_takes_free_room_or_room_of_later_values():
     uses = {key: (0, number) for number, key in enumerate("abcdefgh")}
     residency = two_levels(190, "next-use", uses)

@@ -9,7 +9,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Event, MultiLock, get_client, secede, wait
+from distributed import Event, MultiLock, Worker, get_client, secede, wait
 from distributed.core import Status
 
 import dask_gpurt
@@ -23,6 +23,27 @@ THREADS = [("127.0.0.1", 2)] * 2
 
 def ranks(comm, blocks, *state):
     return comm.rank, comm.size, comm.workers, state
+
+
+@on_cluster([("127.0.0.1", 1)] * 2)
+async def test_one_for_all_workers_is_rebuilt_for_new_ones(c, s, *workers):
+    """None of the earlier ones is left, as after a restart."""
+
+    def size(comm, _):
+        return comm.size
+
+    comm = Communicator(c)
+    assert await c.gather(await comm.run(size)) == [2, 2]
+    some = Communicator(c, comm.workers)
+    await s.remove_worker(workers[0].address, stimulus_id="test", close=False)
+    comm = await comm.rebuild()
+    assert comm.workers == [workers[1].address]
+    async with Worker(s.address, nthreads=1) as new:
+        await s.remove_worker(workers[1].address, stimulus_id="test", close=False)
+        assert await c.gather(await (await comm.rebuild()).run(size)) == [1]
+        with pytest.raises(GangError, match="there is no worker"):
+            await (await some.rebuild()).run(size)
+        assert new.address in s.workers
 
 
 def notes_its_end(comm, _):

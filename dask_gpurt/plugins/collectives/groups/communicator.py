@@ -68,6 +68,7 @@ class Communicator:
         if isinstance(workers, str):
             workers = [workers]
         self.workers = None if workers is None else list(workers)
+        self._has_all = workers is None
         #: Names of the gangs that may still run.
         self._names: list[str] = []
         #: They keep the futures of a `with` block: Dask cancels tasks without futures.
@@ -140,6 +141,8 @@ class Communicator:
     def rebuild(self) -> Communicator:
         """Return a communicator for the workers that are still there.
 
+        If none of them is, and they were all workers, it is for those that are there now.
+
         With an asynchronous client: an awaitable of it.
         """
         return self._client.sync(self._rebuild)  # type: ignore[no-any-return]
@@ -151,7 +154,11 @@ class Communicator:
             # Before a gang has begun, these may be names.
             known = {*there, *(one["id"] for one in there.values())}
             workers = [one for one in workers if one in known]
-        return Communicator(self._client, workers, self._timeout_s)
+            if not workers and self._has_all:
+                workers = None
+        rebuilt = Communicator(self._client, workers, self._timeout_s)
+        rebuilt._has_all = self._has_all
+        return rebuilt
 
     async def _run(
         self,

@@ -116,6 +116,8 @@ class RootTasks:
         if self._view.slowness(chosen) > 1:
             quicker = self._avoid_slow_worker(ts, chosen, may_wait=may_wait and is_queueing)
             if quicker is None:
+                if leaf is not None:
+                    self._trees.waits(leaf, ts)
                 return None
             chosen = quicker
         if self._view.with_gpu:

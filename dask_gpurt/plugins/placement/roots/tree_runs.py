@@ -118,7 +118,7 @@ class TreeRuns:
         # The scheduler checks that no task is queued while a worker has a free slot.
         if state.validate:
             return fresh
-        runs.wait(leaf.ts.key, root.priority or (), root.key)
+        self.waits(leaf, root)
         # If nothing else takes that slot, its worker may want a part of a run.
         self._hold.look_soon()
         return None
@@ -127,7 +127,12 @@ class TreeRuns:
         """Note that no worker has a free slot for a root task."""
         leaf = self.leaf(root)
         if leaf is not None:
-            leaf.runs.wait(leaf.ts.key, root.priority or (), root.key)
+            self.waits(leaf, root)
+
+    @staticmethod
+    def waits(leaf: Leaf, root: TaskState) -> None:
+        """Note that a root task stays in the queue."""
+        leaf.runs.wait(leaf.ts.key, root.priority or (), root.key)
 
     def next_task(self, front: TaskState) -> TaskState | None:
         """Return the queued task that should be placed next; None if all should wait.
