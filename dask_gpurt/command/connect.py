@@ -145,7 +145,7 @@ def _check_port(address: str) -> None:
     Raises
     ------
     ConnectError
-        Nothing listens there, or it is not a Dask program.
+        It has no port, nothing listens there, or it is not a Dask program.
     """
     from distributed.comm import get_address_host_port, parse_address
 
@@ -156,7 +156,11 @@ def _check_port(address: str) -> None:
     def failure(why: str, remedy: str) -> ConnectError:
         return ConnectError(f"no scheduler answers at {address}: {why}", remedy)
 
-    host, port = get_address_host_port(address)
+    try:
+        host, port = get_address_host_port(address)
+    except ValueError:
+        problem = f"{address} is not an address with a port"
+        raise ConnectError(problem, "write it like tcp://10.0.0.1:8786") from None
     seconds = f"{CONNECT_TIMEOUT_S:g} s"
     try:
         connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)

@@ -275,6 +275,14 @@ def test_closed_port_is_reported_at_once(command: str, capsys: pytest.CaptureFix
     assert "nothing listens on that port; start the scheduler" in said
 
 
+@pytest.mark.parametrize("address", ["somewhere", "tcp://10.0.0.1:port", "10.0.0.1"])
+def test_an_address_needs_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine(address, None, as_json=False) == 2
+    printed = capsys.readouterr()
+    assert f"{address} is not an address with a port" in printed.err
+    assert "-> write it like tcp://10.0.0.1:8786" in printed.out
+
+
 def test_unknown_host_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert examine("tcp://no.such.host.invalid:8786", None, as_json=False) == 2
     printed = capsys.readouterr()

@@ -46,6 +46,13 @@ async def test_one_for_all_workers_is_rebuilt_for_new_ones(c, s, *workers):
         assert new.address in s.workers
 
 
+@on_cluster([("127.0.0.1", 1)])
+async def test_an_asynchronous_client_needs_an_async_block(c, s, a):
+    with pytest.raises(TypeError, match="async with"):
+        with Communicator(c):
+            pytest.fail("nothing would wait for its runs")
+
+
 def notes_its_end(comm, _):
     comm.barrier()
     Event(f"rank {comm.rank} has ended").set()

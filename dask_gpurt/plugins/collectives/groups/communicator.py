@@ -289,6 +289,9 @@ class Communicator:
                 keeping.cancel()
 
     def __enter__(self) -> Communicator:
+        if self._client.asynchronous:
+            # At the end of the block, nothing would await its runs.
+            raise TypeError("this client is asynchronous; write `async with Communicator(client):`")
         self._is_entered = True
         return self
 
