@@ -220,21 +220,47 @@ async def test_a_value_stays_if_the_rest_cannot_be_read(c, s, *workers):
         assert await other == "Immovable"
 
 
-@on_cluster(FOUR, **{"distributed.comm.timeouts.connect": f"{HANG_S}s"})
-async def test_a_worker_that_leaves_holds_nobody_up(c, s, *workers):
-    """Dask would try to connect to it for as long as it may, and the others would wait."""
-    victim = workers[3]
-    run = BroadcastRun.run
+@pytest.mark.parametrize(
+    ("number", "is_full"), [(0, False), (3, False), (0, True)], ids=["first", "last", "full"]
+)
+def test_a_worker_that_leaves_holds_nobody_up(number, is_full):
+    """Dask would try to connect to it for as long as it may, and the others would wait.
 
-    async def first_lose(self):
-        if victim.address in s.workers:
-            await victim.close()
-        await run(self)
+    The first worker sends to the others. It may leave when it has the value, and has sent nothing.
+    """
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BroadcastRun, "run", first_lose)
-        future = await c.scatter(np.arange(N), broadcast=True)
-    holders = {ws.address for ws in s.tasks[future.key].who_has}
-    assert holders == {one.address for one in workers[:3]}
-    assert s.plugins["gpurt"].collectives.broadcaster.report()["copies"] == 3
-    assert "remove" not in vars(s.rpc)
+    @on_cluster(FOUR, **{"distributed.comm.timeouts.connect": f"{HANG_S}s"})
+    async def test(c, s, *workers):
+        victim = sorted(workers, key=lambda one: one.address)[number]
+        run, feed, take = BroadcastRun.run, BroadcastRun._feed, BroadcastRun.take
+        leaving = []
+
+        def is_victim(self):
+            return self._workers[self._rank] == victim.address
+
+        async def losing(self):
+            if self._rank == 0 and not is_full:
+                await victim.close()
+            await run(self)
+
+        async def sending_nothing(self, peer):
+            await (asyncio.Event().wait() if is_victim(self) and is_full else feed(self, peer))
+
+        async def taking(self, header, payload):
+            nbytes = await take(self, header, payload)
+            if is_victim(self) and is_full and all(one.is_set() for one in self._here):
+                leaving.append(asyncio.create_task(victim.close()))
+            return nbytes
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BroadcastRun, "run", losing)
+            patch.setattr(BroadcastRun, "_feed", sending_nothing)
+            patch.setattr(BroadcastRun, "take", taking)
+            future = await c.scatter(np.arange(N), broadcast=True)
+        await asyncio.gather(*leaving)
+        holders = {ws.address for ws in s.tasks[future.key].who_has}
+        assert holders == {one.address for one in workers if one is not victim}
+        assert s.plugins["gpurt"].collectives.broadcaster.report()["copies"] == 3
+        assert "remove" not in vars(s.rpc)
+
+    test()

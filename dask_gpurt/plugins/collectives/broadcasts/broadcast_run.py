@@ -98,6 +98,8 @@ class BroadcastRun:
         self._hosts = [host_of(address) for address in workers]
         self._here = [asyncio.Event() for _ in range(n_slices)]
         self._lost = {address: asyncio.Event() for address in workers}
+        #: Peers in whose place this worker sends.
+        self._replaced: set[int] = set()
         if rank == 0:
             for one in self._here:
                 one.set()
@@ -111,12 +113,17 @@ class BroadcastRun:
     async def run(self) -> None:
         """Receive all slices, and send them to all peers that get them from this worker.
 
+        The first worker also waits for peers that leave, until the caller cancels this.
+
         Raises
         ------
         TransportError
             Nothing arrived for `PATIENCE_S`.
         """
         feeding = [asyncio.create_task(self._feed(peer)) for peer in self._successors(self._rank)]
+        if self._rank == 0:
+            peers = range(1, len(self._workers))
+            feeding += [asyncio.create_task(self._replace_if_lost(peer)) for peer in peers]
         try:
             for number, one in enumerate(self._here):
                 try:
@@ -177,8 +184,18 @@ class BroadcastRun:
         except* Exception as failed:
             error = failed.exceptions[0]
             logger.info("a broadcast goes on without %s: %s", self._workers[peer], error)
-            leaving = self._leave(self._workers[peer])
-            await asyncio.gather(leaving, *map(self._feed, self._successors(peer)))
+            await asyncio.gather(self._leave(self._workers[peer]), self._replace(peer))
+
+    async def _replace_if_lost(self, peer: int) -> None:
+        """Replace a peer that leaves after it was sent all slices, and before it has sent them."""
+        await self._lost[self._workers[peer]].wait()
+        await self._replace(peer)
+
+    async def _replace(self, peer: int) -> None:
+        """Send all slices to those that a peer would have sent to, once."""
+        if peer not in self._replaced:
+            self._replaced.add(peer)
+            await asyncio.gather(*map(self._feed, self._successors(peer)))
 
     async def _leave(self, address: str) -> None:
         """Tell a peer that it gets no more slices, if it is still there."""
