@@ -400,17 +400,18 @@ def _judged(container: Any) -> _Judged:
         if n_items > _MOST_ITEMS or depth > _DEEPEST:
             return _Judged(False, False)
         for item in items:
-            if not is_scalar(item):
-                met.add(id(item))
-                n_met += 1
+            if is_scalar(item):
+                continue
+            met.add(id(item))
+            n_met += 1
             if type(item) in (tuple, list, dict):
                 waiting.append((item, depth + 1))
             elif is_plain(item) or _library_of(item) is not None:
                 has_memory = True
-            elif not is_scalar(item):
-                if not _refers_to_nothing(item):
-                    return _Judged(False, False)
+            elif _refers_to_nothing(item):
                 all_scalars = False
+            else:
+                return _Judged(False, False)
     is_worth_it = has_memory or (all_scalars and n_items <= _FEW_ITEMS)
     return _Judged(is_worth_it, len(met) < n_met)
 

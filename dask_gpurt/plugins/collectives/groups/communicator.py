@@ -270,23 +270,22 @@ class Communicator:
 
     async def _close(self, cancel: bool) -> None:
         names, self._names = self._names, []
+        self._is_entered = False
         try:
-            if not names or self._client.scheduler is None:
-                return
-            if cancel:
-                await self._cancel(names)
-                return
-            try:
-                with contextlib.suppress(OSError):
-                    await self._scheduler.gpurt_gang_wait(names=names, cancel=False)
-            except BaseException:
-                # An interrupt while it waits ends the runs: later ones would wait for them.
-                await self._cancel(names)
-                raise
+            if names and self._client.scheduler is not None:
+                await (self._cancel(names) if cancel else self._ended(names))
         finally:
-            self._is_entered = False
             for keeping in self._keeping:
                 keeping.cancel()
+
+    async def _ended(self, names: Sequence[str]) -> None:
+        """Wait for gangs. An interrupt ends them: later runs would wait for them."""
+        try:
+            with contextlib.suppress(OSError):
+                await self._scheduler.gpurt_gang_wait(names=names, cancel=False)
+        except BaseException:
+            await self._cancel(names)
+            raise
 
     def __enter__(self) -> Communicator:
         if self._client.asynchronous:

@@ -244,5 +244,4 @@ class TreeRuns:
         return None if ts is None else ts.state
 
     def _is_queued(self, key: Key) -> bool:
-        ts = self._scheduler.tasks.get(key)
-        return ts is not None and ts.state == "queued"
+        return self._state_of(key) == "queued"
