@@ -268,8 +268,8 @@ def explain(client: Client, key: Any) -> Any:
             keeps only its latest decisions.
         ``worker``, ``reason`` : str
             The chosen worker, and why.
-        ``stock_worker`` : str
-            The worker that stock Dask would have chosen.
+        ``stock_worker`` : str or None
+            The worker that stock Dask would have chosen; None if the rule did not need it.
         ``saved_s`` : float or None
             Estimated seconds saved compared to stock Dask's choice; None if they were not compared.
         ``candidates`` : list of dict

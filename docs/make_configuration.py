@@ -68,6 +68,9 @@ One process reads the settings, once: the client with the flag when it connects,
 for shuffles that start afterwards. A later client with the flag replaces them for everybody. A
 scheduler with the flag in its own configuration starts with its own settings.
 
+The new value of `gpurt.collectives.enabled` does not apply while the runtime is on: call
+`dask_gpurt.disable(client)` first.
+
 `gpurt.memory` settings apply only to workers that start afterwards. A running worker keeps its
 store until it restarts, for example by `client.restart()`.
 

@@ -158,6 +158,30 @@ def test_named_commands_exist(page):
         assert command in gpurt.commands, f"{name_of(page)}: dask gpurt {command}"
 
 
+def logged_templates() -> dict[str, str]:
+    """Return the texts that the package logs as warnings or errors, and where."""
+    found = {}
+    for path in sorted((ROOT / "dask_gpurt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(attr="warning" | "error" | "exception"),
+                    args=[ast.Constant(value=str(text)), *_],
+                ):
+                    found[text] = f"{name_of(path)}:{node.lineno}"
+    return found
+
+
+def test_logged_warnings_and_errors_are_explained():
+    lines = commands(ROOT / "docs" / "reference" / "troubleshooting.md")
+    templates = logged_templates()
+    assert len(templates) > 50
+    for text, where in templates.items():
+        # The page has capitals where values differ, and may leave out the end of a line.
+        part = max(re.split(r"%\w|;", text.split(". ")[0]), key=len).strip(" ,:()'")
+        assert part in lines, f"{where} logs {text!r}"
+
+
 def test_decisions_are_numbered_without_gaps_and_listed():
     pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     assert [page.name[:4] for page in pages] == [f"{n + 1:04d}" for n in range(len(pages))]

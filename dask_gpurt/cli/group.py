@@ -36,7 +36,7 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
-    """Speed up Dask's shuffles without changing the program."""
+    """Move the data of Dask programs faster, without changing the programs."""
 
 
 def of_cluster(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,6 @@
 """Explanations of placement decisions, in plain values. Pure.
 
-`dask_gpurt.plugins.placement.decision_log` keeps the records. The `explain` command shows them to a
+`dask_gpurt.plugins.placement.decision_log` keeps the records. `dask_gpurt.explain` shows them to a
 user who asks why a task ran where it did.
 """
 

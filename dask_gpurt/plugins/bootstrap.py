@@ -177,7 +177,9 @@ class GpurtWorker(WorkerPlugin):
                 f"run `pip install {PACKAGE}=={version}` there"
             )
         except Exception as error:
-            logging.getLogger("dask_gpurt").exception("the runtime cannot be attached")
+            logging.getLogger("dask_gpurt").exception(
+                "the runtime cannot be attached to this worker; stock Dask runs the shuffles"
+            )
             # Reinstalling would not help.
             return (
                 f"{PACKAGE} {version} failed there ({repr(error)[:1000]}); "

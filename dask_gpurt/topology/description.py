@@ -4,11 +4,15 @@
 
     hosts:
       - name: box
-        addresses: [10.0.0.1] numa: [{name: numa0, memory: 512 GiB}] devices: [{name: gpu0, kind:
-        gpu, numa: numa0, memory: 80 GiB, workers: ["box-0"]}] nics: [{name: mlx0, numa: numa0}]
-        switches: [pcie0] links:
+        addresses: [10.0.0.1]
+        numa: [{name: numa0, memory: 512 GiB}]
+        devices: [{name: gpu0, kind: gpu, numa: numa0, memory: 80 GiB, workers: ["box-0"]}]
+        nics: [{name: mlx0, numa: numa0}]
+        switches: [pcie0]
+        links:
           - {between: [gpu*, pcie0], kind: pcie, bandwidth: 55 GB/s, latency: 2 us}
-    switches: [fabric] links:
+    switches: [fabric]
+    links:
       - {between: [box/mlx0, fabric], kind: ethernet, bandwidth: 100 Gb/s, latency: 5 us}
 
 Ends of links may be patterns: each node that matches the first is linked to each that matches the

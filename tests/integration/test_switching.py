@@ -294,7 +294,7 @@ async def test_collectives_stay_on_or_off_until_disable(c, s, a):
     off = {"gpurt.collectives.enabled": False, "gpurt.collectives.order": "any"}
     with dask.config.set(off), captured_logger("dask_gpurt") as logged:
         await dask_gpurt.enable(c)
-    assert "call dask_gpurt.disable first" in logged.getvalue()
+    assert "gpurt.collectives.enabled stays" in logged.getvalue()
     assert (await dask_gpurt.status(c))["broadcasts"] is not None
     settings = s.plugins["gpurt"].settings.collectives
     assert (settings.enabled, settings.order) == (True, "any")

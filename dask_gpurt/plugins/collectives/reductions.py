@@ -1,7 +1,7 @@
 """Reductions with large results: trees that combine slices, as the cluster's workers can use them.
 
-The scheduler has this look at each graph before it makes tasks of it. Trees with small results stay
-as they are, and so does a graph without large ones: the very same object.
+The scheduler calls this module for each graph, before it makes tasks of it. Trees with small
+results stay as they are, and so does a graph without large ones: the very same object.
 """
 
 from __future__ import annotations

@@ -221,7 +221,11 @@ class GpurtScheduler(SchedulerPlugin):
         if new.collectives.enabled != (is_on := before.collectives.enabled):
             # The parts on workers and here have to agree, and workers keep theirs.
             new = replace(new, collectives=replace(new.collectives, enabled=is_on))
-            logger.warning("call dask_gpurt.disable first to change gpurt.collectives.enabled")
+            logger.warning(
+                "gpurt.collectives.enabled stays %s; to change it, call"
+                " dask_gpurt.disable(client), then dask_gpurt.enable(client)",
+                is_on,
+            )
         self.settings = new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._start_placement()

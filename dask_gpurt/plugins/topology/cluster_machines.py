@@ -136,7 +136,10 @@ class Machines:
                     return  # the script has ended, and its interpreter starts no more threads
                 # The links are learnt then, as without a description.
                 self._record_problem("discovery", repr(error)[:200])
-                logger.error("the machines could not be described", exc_info=error)
+                logger.error(
+                    "the machines could not be described; bandwidths are learned from transfers",
+                    exc_info=error,
+                )
                 return
             if settings != self._settings:
                 # Another client named another file meanwhile.

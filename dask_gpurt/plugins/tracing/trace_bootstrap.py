@@ -38,7 +38,7 @@ class TracePlugin(WorkerPlugin):
                 worker=worker.address, trace=self._trace, problem=problem
             )
         except Exception as error:  # the trace, or the scheduler, is gone
-            logging.getLogger("dask_gpurt").info("no trace here: %r", error)
+            logging.getLogger("dask_gpurt").info("nothing is traced on this worker: %r", error)
 
     def _begin(self, worker: Any) -> str | None:
         """Begin to record, or return why not."""
@@ -53,7 +53,7 @@ class TracePlugin(WorkerPlugin):
 
             self._traced = TracedWorker(worker, self._trace, self._limit_nbytes, self._full_keys)
         except Exception as error:
-            logging.getLogger("dask_gpurt").exception("no trace here")
+            logging.getLogger("dask_gpurt").exception("nothing is traced on this worker")
             return f"recording failed there: {repr(error)[:1000]}"
         return None
 

@@ -176,7 +176,10 @@ class Communicator:
                 "call dask_gpurt.enable(client) first"
             )
         if status["collectives"] is None:
-            raise ActivationError("gpurt.collectives.enabled is false on this cluster")
+            raise ActivationError(
+                "gpurt.collectives.enabled is false on this cluster; call"
+                " dask_gpurt.disable(client), set it to true, then call dask_gpurt.enable(client)"
+            )
         rows = await self._rows(blocks)
         self._names.append(name)
         try:

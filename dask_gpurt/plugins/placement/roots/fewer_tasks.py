@@ -1,7 +1,7 @@
 """Fewer tasks for frames and for the inputs of shuffles, as the cluster's workers can use them.
 
-The scheduler has this look at each graph before it makes tasks of it. If there is nothing to put
-together, the graph stays as it is: the very same object.
+The scheduler calls this module for each graph, before it makes tasks of it. If there is nothing to
+put together, the graph stays as it is: the very same object.
 """
 
 from __future__ import annotations
