@@ -181,8 +181,8 @@ def ucx_sides(sides: Sides) -> Iterator[Sides]:
 
 def received_over_ucx(dask_worker: Any) -> int:
     """Return how many messages a worker has received over UCX."""
-    report = runtime_of(dask_worker).links.ucx_report() or {}
-    return int(report.get("received_messages", 0))
+    engine = runtime_of(dask_worker).links.ucx.started
+    return 0 if engine is None else int(engine.report().get("received_messages", 0))
 
 
 @pytest.fixture

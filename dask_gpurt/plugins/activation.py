@@ -47,7 +47,7 @@ def scheduler_of(client: Client) -> Any:
 
 
 def _check_client(client: Any) -> None:
-    """Raise `TypeError` if this is no client, but perhaps its cluster."""
+    """Raise `TypeError` for anything but a client. Users often pass its cluster."""
     if not isinstance(client, distributed.Client):
         given = type(client).__name__
         raise TypeError(f"give a distributed.Client, such as Client(cluster), not a {given}")
@@ -59,7 +59,7 @@ def _sync(client: Any, function: Callable[..., Any], *args: Any) -> Any:
     Raises
     ------
     TypeError
-        This is no client, but perhaps its cluster.
+        `client` is not a Client; it may be its cluster.
     """
     _check_client(client)
     # Raise for a closed client here: its event loop may be closed too.
@@ -335,7 +335,7 @@ class ClientBlock:
     Raises
     ------
     TypeError
-        This is no client, but perhaps its cluster.
+        `client` is not a Client; it may be its cluster.
     """
 
     def __init__(self, client: Client, call: str) -> None:

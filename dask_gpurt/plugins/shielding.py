@@ -16,16 +16,14 @@ from collections.abc import Awaitable, Callable
 DEADLINE_S = 10.0
 
 
-async def to_its_end(work: Callable[[], Awaitable[None]], deadline_s: float | None = None) -> bool:
-    """Await some work, and drop any cancellation of the caller.
+async def to_its_end(work: Callable[[], Awaitable[None]]) -> bool:
+    """Await some work, and drop any cancellation of the caller. Cancel it after `DEADLINE_S`.
 
     Parameters
     ----------
     work
         A coroutine function. If its own task is cancelled, it is called again and must resume where
         it stopped.
-    deadline_s
-        Cancel the work after this time. None means `DEADLINE_S`.
 
     Returns
     -------
@@ -38,7 +36,7 @@ async def to_its_end(work: Callable[[], Awaitable[None]], deadline_s: float | No
         The error of the work.
     """
     loop = asyncio.get_running_loop()
-    until = loop.time() + (DEADLINE_S if deadline_s is None else deadline_s)
+    until = loop.time() + DEADLINE_S
     doing = asyncio.ensure_future(work())
     while not await _is_done(doing, until):
         if not doing.done():
@@ -58,11 +56,11 @@ async def _is_done(doing: asyncio.Future[None], until: float) -> bool:
     return doing.done() and not doing.cancelled()
 
 
-async def in_a_thread(function: Callable[[], None], deadline_s: float | None = None) -> bool:
+async def in_a_thread(function: Callable[[], None]) -> bool:
     """Call a blocking function in a thread, and drop any cancellation of the caller.
 
-    The thread is a daemon, so a hanging disk does not keep the process alive. The deadline is as in
-    `to_its_end`.
+    Wait for `DEADLINE_S` at most. The thread is a daemon, so a hanging disk does not keep the
+    process alive.
 
     Returns
     -------
@@ -75,7 +73,7 @@ async def in_a_thread(function: Callable[[], None], deadline_s: float | None = N
         The error of the function.
     """
     loop = asyncio.get_running_loop()
-    until = loop.time() + (DEADLINE_S if deadline_s is None else deadline_s)
+    until = loop.time() + DEADLINE_S
     ended: asyncio.Future[None] = loop.create_future()
 
     def end(error: BaseException | None) -> None:

@@ -9,7 +9,7 @@ another way: `patches.connections.forget_handlers`, at the end of the runtime.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,6 +22,13 @@ Handler = Callable[..., Awaitable[Any]]
 def weak_handlers(*methods: Handler, prefix: str = "") -> dict[str, Handler]:
     """Return a weak handler for each bound method, by the method's name after a prefix."""
     return {prefix + one.__name__: weak_handler(one) for one in methods}
+
+
+def remove_handlers(registered: dict[str, Any], ours: Mapping[str, Handler]) -> None:
+    """Remove our handlers, unless others have taken their place."""
+    for name, handler in ours.items():
+        if registered.get(name) is handler:
+            del registered[name]
 
 
 def weak_handler(method: Handler) -> Handler:

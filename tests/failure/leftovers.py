@@ -80,8 +80,8 @@ def _ucx_of(worker: Any) -> list[str]:
 
 def ucx_report(dask_worker: Any) -> dict[str, Any] | None:
     """Return the report of the worker's UCX engine, if it has one."""
-    report: dict[str, Any] | None = runtime_of(dask_worker).links.ucx_report()
-    return report
+    engine = runtime_of(dask_worker).links.ucx.started
+    return None if engine is None else engine.report()
 
 
 def links_to_nobody(client: Any) -> dict[str, list[str]]:

@@ -12,8 +12,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_gpurt
 from dask_gpurt.command import connect, doctor, status
-from dask_gpurt.plugins import activation
-from dask_gpurt.plugins.topology import broadcast
+from dask_gpurt.plugins import activation, ask_workers
 
 pytestmark = pytest.mark.cluster
 
@@ -51,7 +50,7 @@ def held_up(cluster, tmp_path, monkeypatch):
             late = [one for one in asked if not one.done()]
             await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
 
-    monkeypatch.setattr(broadcast, "_until_late", until_others_have)
+    monkeypatch.setattr(ask_workers, "_until_late", until_others_have)
     workers = sorted(cluster.scheduler_info()["workers"])
     pipes = [tmp_path / name for name in ("began", "go_on")]
     for one in pipes:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from dask_gpurt.plugins import shielding
 from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 
 
@@ -61,7 +62,9 @@ def test_shielded_work_cancelled_itself_is_called_again() -> None:
     run(main())
 
 
-def test_shielded_work_that_does_not_end_is_abandoned() -> None:
+def test_shielded_work_that_does_not_end_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shielding, "DEADLINE_S", 0.01)
+
     async def main() -> None:
         cancelled = asyncio.Event()
 
@@ -71,7 +74,7 @@ def test_shielded_work_that_does_not_end_is_abandoned() -> None:
             finally:
                 cancelled.set()
 
-        assert not await to_its_end(work, 0.01)
+        assert not await to_its_end(work)
         await cancelled.wait()
 
     run(main())
@@ -116,12 +119,13 @@ def test_thread_is_waited_for_despite_a_cancellation() -> None:
     run(main())
 
 
-def test_hanging_thread_does_not_block_the_end_of_the_loop() -> None:
+def test_hanging_thread_does_not_block_the_end_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop waits only for threads of its own executor."""
+    monkeypatch.setattr(shielding, "DEADLINE_S", 0.01)
     go_on = threading.Event()
 
     async def main() -> None:
-        assert not await in_a_thread(lambda: bool(go_on.wait()) and None, 0.01)
+        assert not await in_a_thread(lambda: bool(go_on.wait()) and None)
 
     run(main())
     go_on.set()

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from dask_gpurt.plugins.ask_workers import ask
 from dask_gpurt.plugins.dashboard.overview import overview
 from dask_gpurt.plugins.patches import p2p
-from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.shuffle.tally import Tally
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class Gatherer:
         return self._latest
 
     def _renew(self) -> None:
-        if self._may_ask and self._is_old and self._is_idle:
+        may_ask = not self.is_closed and self._scheduler.status == Status.running
+        is_idle = self._gathering is None or self._gathering.done()
+        if may_ask and is_idle and self._is_old:
             self._gathering = asyncio.create_task(self._gather(), name="gpurt-dashboard")
 
     async def fresh(self) -> dict[str, Any]:
@@ -90,14 +92,6 @@ class Gatherer:
         self.is_closed = True
         if self._gathering is not None:
             self._gathering.cancel()
-
-    @property
-    def _may_ask(self) -> bool:
-        return not self.is_closed and self._scheduler.status == Status.running
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._gathering is None or self._gathering.done()
 
     @property
     def _is_old(self) -> bool:

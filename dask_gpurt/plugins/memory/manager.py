@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.host_memory import malloc
 from dask_gpurt.devices.lanes import Lane
-from dask_gpurt.devices.ledger import COMPUTE, Ledger, LedgerEntry
+from dask_gpurt.devices.ledger import COMPUTE, LedgerEntry
 from dask_gpurt.memory.decisions.admission import Claim
 from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
@@ -44,6 +44,8 @@ from dask_gpurt.plugins.tracing.ledger_hook import enter_phase
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -81,31 +83,16 @@ def obstacle(worker: Worker, settings: MemorySettings) -> str | None:
     return f"the worker has a store of its own kind ({kind.__module__}.{kind.__qualname__})"
 
 
-class MemoryOwners(Protocol):
-    """The other owners of memory on a worker (shards and idle pools), and the ledger."""
-
-    ledger: Ledger
-
-    def shards_nbytes(self) -> int:
-        """Return the bytes that shards of shuffles take, outgoing messages included."""
-
-    def release_memory(self, over_nbytes: int) -> None:
-        """Release `over_nbytes`: trim pools, then spill shards. Runs in a worker thread."""
-
-    def relax_budget(self) -> None:
-        """Relax the limit of shards by a step: the process has memory again."""
-
-
 class ManagedMemory:
     """The managed store of one worker, from attaching the runtime until `close`.
 
     Parameters
     ----------
     owners
-        The other owners of memory on this worker, which can release some.
+        Has the shards and the idle pools of this worker, and can release some of their memory.
     """
 
-    def __init__(self, worker: Worker, settings: MemorySettings, owners: MemoryOwners) -> None:
+    def __init__(self, worker: Worker, settings: MemorySettings, owners: WorkerRuntime) -> None:
         self._worker = worker
         self._owners = owners
         self._loop = event_loop(worker)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dask_gpurt.devices.host_memory import malloc
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+    from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt.memory")
 
@@ -36,20 +38,13 @@ def _process_limits_nbytes(worker: Worker) -> tuple[int, int] | None:
     return int(limit * room), int(limit * short)
 
 
-class ShardOwner(Protocol):
-    """The owner of a worker's shards."""
-
-    def release_memory(self, over_nbytes: int) -> None: ...
-    def relax_budget(self) -> None: ...
-
-
 class ShardRelief:
     """Watches the process memory of one worker until `close`.
 
     It does nothing for a worker that Dask neither pauses nor lets spill.
     """
 
-    def __init__(self, worker: Worker, owner: ShardOwner) -> None:
+    def __init__(self, worker: Worker, owner: WorkerRuntime) -> None:
         self._worker, self._owner = worker, owner
         self._limits = _process_limits_nbytes(worker)
         self._watching: asyncio.Task[None] | None = None

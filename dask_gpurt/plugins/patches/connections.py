@@ -3,7 +3,7 @@
 | what | why | taken back by |
 |---|---|---|
 | `distributed.comm.tcp.read_bytes_rw` | receives a buffer over TCP or TLS in pieces |
-`PiecewiseReads.uninstall` |
+its last holder |
 | `Worker.batched_stream.comm`, `Comm.read` | splits a message of the scheduler into parts |
 `ShortTurns.uninstall` |
 | `Server.handle_stream` | lets the loop run after each part | |
@@ -16,9 +16,8 @@ broadcasts go on without it | `LostPeers.uninstall` |
 *Large buffers.* A received message goes from the socket into fresh memory on the event loop. Stock
 Dask reads as long as the socket has data, and a fast peer always provides some. A value of 60 MB,
 or several smaller ones in one message, blocked the loop for 140 ms, mostly in page faults.
-`PiecewiseReads` yields to the loop after every piece, at the cost of one loop iteration each. The
-patch is global to the process: the first of its workers that asks installs it, and the last one to
-release it restores stock. Reads in progress finish as they began.
+`piecewise_reads` yields to the loop after every piece, at the cost of one loop iteration each.
+Reads in progress finish as they began.
 
 *Many tasks.* The tasks of a graph arrive in one message, and a worker handles all of it in one
 turn: 30 to 110 ms for some hundreds. `ShortTurns` hands out a few tasks at a time, as if the
@@ -82,21 +81,8 @@ def _read_in_pieces() -> Callable[[], None]:
     return restore
 
 
-_patch = ProcessPatch(_read_in_pieces)
-
-
-class PiecewiseReads:
-    """One worker's request to yield to the loop while large messages arrive.
-
-    Holds until `uninstall` is called or the worker is garbage collected. Repeated calls do nothing.
-    """
-
-    def __init__(self) -> None:
-        self._release = _patch.hold(self)
-
-    def uninstall(self) -> None:
-        """Withdraw the request."""
-        self._release()
+#: Held by each worker that yields to the loop while large messages arrive.
+piecewise_reads = ProcessPatch(_read_in_pieces)
 
 
 class ShortTurns:

@@ -56,8 +56,6 @@ from distributed.shuffle._core import (
     ShuffleId,
     ShuffleSpec,
     barrier_key,
-    handle_transfer_errors,
-    handle_unpack_errors,
 )
 from distributed.shuffle._exceptions import (
     P2PConsistencyError,
@@ -98,8 +96,6 @@ __all__ = [
     "delivered",
     "event_loop",
     "context_meter",
-    "handle_transfer_errors",
-    "handle_unpack_errors",
     "how_far",
     "join_arrays",
     "read_order",

@@ -28,10 +28,10 @@ stealing is on | |
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.protocol.pickle import dumps
 from distributed.scheduler import _task_slots_available
@@ -40,52 +40,9 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
+    from dask_gpurt.plugins.placement.placer import Placement
+
 T = TypeVar("T")
-
-
-class Placer(Protocol):
-    """The decisions that a `DecisionSwap` delegates.
-
-    Each method is given stock Dask's decision, or can call for it.
-    """
-
-    def place(
-        self, ts: TaskState, stock: Callable[[TaskState], WorkerState | None]
-    ) -> WorkerState | None:
-        """Return a worker for a task with inputs; None if no worker may run it."""
-
-    def place_root(self, ts: TaskState, stock: WorkerState) -> WorkerState | None:
-        """Return a worker for a task without inputs; None if it should stay in the queue.
-
-        `stock` has a free thread or slot. Without a queue, None stands for `stock`.
-        """
-
-    def queued(self, ts: TaskState) -> None:
-        """Record that a task without inputs is about to be queued, since all workers are full."""
-
-    def next_root(self, front: TaskState) -> TaskState | None:
-        """Return the queued task to place next, given the first one; None if all should wait."""
-
-    def choose_thief(
-        self,
-        ts: TaskState,
-        stock: WorkerState,
-        thieves: Collection[WorkerState],
-        occupancy_s: Callable[[WorkerState], float],
-    ) -> WorkerState | None:
-        """Return the worker that may steal a task; None if the task should stay where it is."""
-
-    def ended(self, ts: TaskState, address: str, seconds: float) -> None:
-        """Record that a worker ended a task that took `seconds`."""
-
-    def slowness(self, ws: WorkerState) -> float:
-        """Return the seconds that a worker needs for work that takes others one second."""
-
-    def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:
-        """Record the transfers that a worker received: by peer, the sum and the count of rates."""
-
-    def failed(self, error: Exception) -> None:
-        """Record an error that another method raised."""
 
 
 #: Limit of workers that are scanned per root task before stock Dask scans all of them.
@@ -116,14 +73,15 @@ def _least_busy(scheduler: Scheduler) -> WorkerState | None:
 
 
 class DecisionSwap:
-    """Makes a `Placer` decide where tasks go, on a live scheduler.
+    """Makes a `Placement` decide where tasks go, on a live scheduler.
 
-    The scheduler uses the placer's answer as its own, so the placer has to respect restrictions. If
-    the placer raises, stock Dask's answer is used. Otherwise the error would stop a transition
-    half-way, and corrupt the scheduler's state for every client.
+    Its methods are given stock Dask's decision, or can call for it. The scheduler uses their answer
+    as its own, so they have to respect restrictions. If one raises, stock Dask's answer is used.
+    Otherwise the error would stop a transition half-way, and corrupt the scheduler's state for
+    every client.
     """
 
-    def __init__(self, scheduler: Scheduler, placer: Placer) -> None:
+    def __init__(self, scheduler: Scheduler, placer: Placement) -> None:
         self._scheduler = scheduler
         self._placer = placer
         self._stealing: Any = scheduler.extensions.get("stealing")

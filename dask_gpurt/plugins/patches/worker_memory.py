@@ -91,8 +91,6 @@ _MAX_QUEUED = 10_000
 #: The share at which Dask pauses workers by default (`distributed.worker.memory.pause`).
 DEFAULT_PAUSE = 0.8
 
-Execute = Callable[..., Awaitable[Any]]
-
 
 class StoreSwap:
     """The patch that replaces the store of a worker, until `uninstall`.

@@ -26,8 +26,9 @@ from dask_gpurt.topology.places import Place, Places, path_between
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
+#: `_Location.outside` of a node, seen from other hosts; `_Location.inside`, from its own.
+_Kind = int | tuple[int, str]
 
 #: A host is behind a slow link if it can send less than this share of what is usual.
 SLOW_SHARE = 0.5
@@ -118,11 +119,8 @@ class ClusterLinks:
         self._n_known = 0
         #: Two locations of each kind, on different hosts if possible.
         self._examples: dict[int, list[_Location]] = {}
-        #: Paths by the kinds of two nodes on different hosts. Few, unless hosts are cabled
-        #: together.
-        self._between: dict[tuple[int, int], Path | None] = {}
-        #: Paths by the kinds of two nodes on one host.
-        self._within: dict[tuple[tuple[int, str], tuple[int, str]], Path | None] = {}
+        #: Paths by the kinds of two nodes. Few, unless hosts are cabled together.
+        self._paths: dict[tuple[_Kind, _Kind], Path | None] = {}
         self._uplinks: dict[str, Uplink] = {}
         self._outlets: dict[str, float] = {}
         self._behind_slow_link: dict[str, bool] = {}
@@ -168,8 +166,7 @@ class ClusterLinks:
         self._ends.clear()
         for memo in (self._locations, self._n_workers_on, self._examples, self._uplinks):
             memo.clear()
-        self._between.clear()
-        self._within.clear()
+        self._paths.clear()
         self._forget_links()
         self._known = None
         for ws in workers:
@@ -195,7 +192,7 @@ class ClusterLinks:
         is_reported = location.is_reported
         other = next(iter(self._locations.values()), location)
         if other.host != location.host:
-            path = self._path_between(other, location)
+            path = self._described_path(other, location)
             if path is None:
                 return _Known.PARTLY
             is_reported |= path.is_reported
@@ -417,44 +414,30 @@ class ClusterLinks:
             for there in self._examples[outside]:
                 if (
                     there.host != here.host
-                    and (path := self._path_between(here, there)) is not None
+                    and (path := self._described_path(here, there)) is not None
                 ):
                     return self._as_measured(path)
         # The source left, or no other host has a worker of the kind.
         return self._learned.path(self._ends.get(source) or End(source, source), _UNKNOWN_END)
 
     def _described_path(self, source: _Location, target: _Location) -> Path | None:
+        """Return the path between two nodes, without the names of its links.
+
+        It is None if it is not described, or if both are the same node.
+        """
         # A thousand workers have a million pairs. But hosts are alike, and so are the devices of a
         # host: most pairs differ in the names of links only.
-        if source.host != target.host:
-            return self._path_between(source, target)
-        return self._path_within(source, target)
+        kinds: tuple[_Kind, _Kind] = source.outside, target.outside
+        if source.host == target.host:
+            kinds = source.inside, target.inside
+        if kinds not in self._paths:
+            assert self._topology is not None
+            is_one = source.node == target.node
+            path = None if is_one else self._topology.path(source.node, target.node)
+            if len(self._paths) >= _MAX_PATHS:
+                self._paths.clear()
+            self._paths[kinds] = path and replace(path, links=())
+        return self._paths[kinds]
 
     def _as_measured(self, described: Path) -> Path:
         return self._shares.of(described) if described.is_reported else described
-
-    def _path_within(self, source: _Location, target: _Location) -> Path | None:
-        """Return the path between two nodes of a host; None if not described or the same node."""
-        alike = source.inside, target.inside
-        if alike not in self._within:
-            assert self._topology is not None
-            path = self._topology.path(source.node, target.node)
-            is_one = source.node == target.node
-            self._remember(self._within, alike, None if is_one else path)
-        return self._within[alike]
-
-    def _path_between(self, source: _Location, target: _Location) -> Path | None:
-        """Return the path between nodes of different hosts; None if it is not described."""
-        kinds = source.outside, target.outside
-        if kinds not in self._between:
-            assert self._topology is not None
-            path = self._topology.path(source.node, target.node)
-            self._remember(self._between, kinds, path)
-        return self._between[kinds]
-
-    @staticmethod
-    def _remember(paths: dict[Key, Path | None], alike: Key, path: Path | None) -> None:
-        """Cache a path for all pairs of the same kinds, without the names of its links."""
-        if len(paths) >= _MAX_PATHS:
-            paths.clear()
-        paths[alike] = path and replace(path, links=())

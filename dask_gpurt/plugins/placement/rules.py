@@ -59,7 +59,15 @@ class RootTask:
         return Choice(chosen, stock.address)
 
 
-class SmallTask:
+class _ViewRule:
+    """A rule that reads the view of a scheduler."""
+
+    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
+        self._scheduler = scheduler
+        self._view = view
+
+
+class SmallTask(_ViewRule):
     """A task whose inputs and output are so small that a transfer is all latency.
 
     Stock Dask knows as much as this package about how much work each worker has. It does not know
@@ -67,9 +75,6 @@ class SmallTask:
     """
 
     reason = "small"
-
-    def __init__(self, view: PlacementView) -> None:
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         view = self._view
@@ -81,13 +86,10 @@ class SmallTask:
         return _kept(ws) if view.may_begin(ws) else None
 
 
-class RestrictedTask:
+class RestrictedTask(_ViewRule):
     """A task that at most one worker may run, or whose loose restrictions no worker meets."""
 
     reason = "stock"
-
-    def __init__(self, view: PlacementView) -> None:
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         ts, view = question.ts, self._view
@@ -99,7 +101,7 @@ class RestrictedTask:
         return choice_of_stock(ws)
 
 
-class NewKind:
+class NewKind(_ViewRule):
     """A task of a kind of which none has ended, where one worker has nearly all of its inputs.
 
     Its duration is unknown. So it stays with its inputs unless that worker has been given a lot to
@@ -107,9 +109,6 @@ class NewKind:
     """
 
     reason = "new"
-
-    def __init__(self, view: PlacementView) -> None:
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         view = self._view
@@ -121,7 +120,7 @@ class NewKind:
         return Choice(ws, None) if is_free_soon else None
 
 
-class SharedInput:
+class SharedInput(_ViewRule):
     """A task whose inputs are on one worker, but for some that nearly all workers fetch.
 
     In `x - x.mean(0)` each block of `x` stays where it is. By the costs of one task alone, its
@@ -130,10 +129,6 @@ class SharedInput:
     """
 
     reason = "shared"
-
-    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
-        self._scheduler = scheduler
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         state, view, ts = self._scheduler, self._view, question.ts
@@ -155,14 +150,10 @@ class SharedInput:
         return Choice(ws, None)
 
 
-class CombiningTask:
+class CombiningTask(_ViewRule):
     """A task of a reduction tree over blocks that workers hold already (`best_combiner`)."""
 
     reason = "combine"
-
-    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
-        self._scheduler = scheduler
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         state, view, ts = self._scheduler, self._view, question.ts
@@ -204,7 +195,7 @@ class CombiningTask:
         )
 
 
-class SoleHolder:
+class SoleHolder(_ViewRule):
     """A task all of whose inputs are on one worker, which is no slower than others.
 
     It stays there if the worker can begin now and the output is joined with nothing. It also stays
@@ -212,10 +203,6 @@ class SoleHolder:
     """
 
     reason = "holder"
-
-    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
-        self._scheduler = scheduler
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         view, ts = self._view, question.ts
@@ -246,7 +233,7 @@ class SoleHolder:
         return ws
 
 
-class SliceOfValues:
+class SliceOfValues(_ViewRule):
     """A task that combines slices of values: tasks with other slices of them go to other workers.
 
     Then all links are busy, each with its part. Costs alone would not lead there: the outputs are
@@ -254,10 +241,6 @@ class SliceOfValues:
     """
 
     reason = "slice"
-
-    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
-        self._scheduler = scheduler
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         view, ts = self._view, question.ts
@@ -273,7 +256,7 @@ class SliceOfValues:
         return Choice(ws, None)
 
 
-class LargestInput:
+class LargestInput(_ViewRule):
     """A task that a worker with its largest input can begin at once (`largest_is_best`).
 
     The rule does not apply if all workers are busy and no task is queued: then each holder keeps
@@ -281,10 +264,6 @@ class LargestInput:
     """
 
     reason = "most"
-
-    def __init__(self, scheduler: Scheduler, view: PlacementView) -> None:
-        self._scheduler = scheduler
-        self._view = view
 
     def choose(self, question: Question) -> Choice | None:
         state, view, ts = self._scheduler, self._view, question.ts
@@ -330,11 +309,11 @@ def rules(
     """Return the rules in the order in which they are applied, and the one that always chooses."""
     return (
         RootTask(roots),
-        SmallTask(view),
-        RestrictedTask(view),
+        SmallTask(scheduler, view),
+        RestrictedTask(scheduler, view),
         SharedInput(scheduler, view),
         CombiningTask(scheduler, view),
-        NewKind(view),
+        NewKind(scheduler, view),
         SoleHolder(scheduler, view),
         SliceOfValues(scheduler, view),
         LargestInput(scheduler, view),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.errors import ActivationError
 from dask_gpurt.memory.decisions.foresight import Pace
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.ask_workers import ask
 from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.collectives.cluster_collectives import NO_COLLECTIVES, ClusterCollectives
 from dask_gpurt.plugins.dashboard.gathering import Gatherer
@@ -38,9 +38,13 @@ from dask_gpurt.plugins.placement.roots.fewer_tasks import FewerTasks
 from dask_gpurt.plugins.scheduler import readiness
 from dask_gpurt.plugins.scheduler.data_plane_choice import DataPlaneChoice
 from dask_gpurt.plugins.scheduler.readiness import Readiness
-from dask_gpurt.plugins.topology.broadcast import Answers, ask
 from dask_gpurt.plugins.topology.cluster_machines import Machines
-from dask_gpurt.plugins.weak_handlers import Handler, weak_handler, weak_handlers
+from dask_gpurt.plugins.weak_handlers import (
+    Handler,
+    remove_handlers,
+    weak_handler,
+    weak_handlers,
+)
 from dask_gpurt.plugins.worker_counters import CounterReceiver, counted_reports, spent_since, take
 from dask_gpurt.plugins.worker_report import most_entries
 
@@ -274,13 +278,9 @@ class GpurtScheduler(SchedulerPlugin):
         else:
             said = self.placement.explain(key)
         said["broadcast"] = self.collectives.explain(key) if self.collectives is not None else None
-        where = await self._where(key)
-        return {**said, "memory": where.received, "silent": where.silent}
-
-    async def _where(self, key: Any) -> Answers:
         asked = sorted(holding_workers(self.scheduler.tasks.get(key)) & self.readiness.ready)
         answers = await ask(self.scheduler, "gpurt_explain", asked, ANSWER_DEADLINE_S, key=key)
-        return answers._replace(received=answers.reports())
+        return {**said, "memory": answers.reports(), "silent": answers.silent}
 
     async def disable(self) -> None:
         """Handler: restore stock behaviour. Runs in progress finish on our data plane."""
@@ -303,7 +303,7 @@ class GpurtScheduler(SchedulerPlugin):
         # their final counters, and ask when values are needed next.
         lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
         for_workers = {name: self._handlers.pop(name) for name in lasting}
-        self._remove_handlers(self._handlers)
+        remove_handlers(self.scheduler.handlers, self._handlers)
         # The handlers are gone, so nothing can start another probe of links.
         await self.machines.end()
         try:
@@ -312,18 +312,12 @@ class GpurtScheduler(SchedulerPlugin):
                 await asyncio.wait({self._registering_workers})
             await self.scheduler.unregister_worker_plugin(None, name=NAME)
         finally:
-            self._remove_handlers(for_workers)
+            remove_handlers(self.scheduler.handlers, for_workers)
             if self.collectives is not None:
                 self.collectives.close()
             # Workers may lose values until they have handed back all of them.
             self._lost_values.uninstall()
             connections.forget_handlers()
-
-    def _remove_handlers(self, handlers: dict[str, Callable[..., Any]]) -> None:
-        registered = self.scheduler.handlers
-        for name, handler in handlers.items():
-            if registered.get(name) == handler:
-                del registered[name]
 
     async def close(self) -> None:
         if self._registering_workers is not None:

@@ -5,7 +5,6 @@ The runtime is then on before the first client connects.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import dask_gpurt
@@ -15,8 +14,6 @@ from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-
-logger = logging.getLogger("dask_gpurt")
 
 
 async def on_start(scheduler: Scheduler) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 Buffer = npt.NDArray[np.uint8]
-#: Runs a call that moves this many bytes in a thread.
-InThread = Callable[[int, Callable[[], None]], Awaitable[None]]
+#: Runs a call in a thread.
+InThread = Callable[[Callable[[], None]], Awaitable[None]]
 
 #: Smaller messages in a peer's memory are read on the event loop. That takes less time than the
 #: hand-over to a thread, 60 to 110 us. Warm memory is copied at 10 to 20 GB/s.
@@ -155,8 +155,8 @@ class Arrivals:
         # The sender keeps its memory unchanged until this message is answered. If it cancels the
         # message, the bytes read here may be wrong, but nobody uses them. Either the sender has
         # delivered the shards again, and these are duplicates. Or its run is over.
-        if (nbytes := sum(lengths)) < LEAST_THREAD_NBYTES:
+        if sum(lengths) < LEAST_THREAD_NBYTES:
             read()
         else:
-            await in_thread(nbytes, read)
+            await in_thread(read)
         return fetched

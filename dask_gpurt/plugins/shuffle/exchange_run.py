@@ -49,7 +49,6 @@ from dask_gpurt.plugins.shuffle.fine_metrics import (
     FineMetrics,
     RunClock,
     amount,
-    disk_io,
     left_host,
 )
 from dask_gpurt.plugins.shuffle.messenger import Messenger
@@ -387,9 +386,11 @@ class ExchangeRun:
                         self._store.make_room()
 
     def _disk_io(self, label: str, nbytes: int) -> None:
-        disk_io(label, nbytes)
+        """Count a shard that was written (`disk-write`) or read back (`p2p-disk-read`)."""
+        amount(label, nbytes)
         self._disk.add(nbytes)
         if label == "disk-write":
+            amount("process", nbytes)
             self._disk_writes.add(nbytes)
 
     def _run_later(self, call: Callable[[], None]) -> None:

@@ -122,10 +122,3 @@ def left_host(raw_nbytes: int, wire_nbytes: int) -> None:
     if wire_nbytes:
         amount("compress", raw_nbytes)
         amount("send", wire_nbytes)
-
-
-def disk_io(label: str, nbytes: int) -> None:
-    """Add the `amount` of a shard written (`disk-write`) or read back (`p2p-disk-read`)."""
-    amount(label, nbytes)
-    if label == "disk-write":
-        amount("process", nbytes)

@@ -39,7 +39,7 @@ from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
-from dask_gpurt.plugins.worker.worker_runtime import RunLike, runtime_of
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle import credits, messages
 from dask_gpurt.shuffle.envelope import is_envelope
 from dask_gpurt.shuffle.messages import Message, Outgoing
@@ -50,6 +50,8 @@ from dask_gpurt.transport.ucx.protocol import LEAST_DEVICE_NBYTES
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 T = TypeVar("T")
 
@@ -73,7 +75,7 @@ class Messenger:
 
     def __init__(
         self,
-        run: RunLike,
+        run: ExchangeRun,
         worker: Worker,
         settings: ShuffleSettings,
         adapter: BodyAdapter,
@@ -336,10 +338,7 @@ class Messenger:
         self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Any]
     ) -> list[Any]:
         """Bring the payload of a message to this worker. See `Links.fetch`."""
-
-        async def in_thread(nbytes: int, read: Callable[[], None]) -> None:
-            await self.in_lane("borrow", nbytes, read)
-
+        in_thread = partial(self.in_lane, "borrow", sum(lengths))
         return await self._state.links.fetch(payload, lengths, empty, in_thread)
 
     async def opened(

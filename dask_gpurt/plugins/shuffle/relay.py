@@ -8,9 +8,9 @@ answers once all receivers have their shards. `messenger` sends and receives the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,31 +22,10 @@ from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.transport import wire
 
+if TYPE_CHECKING:
+    from dask_gpurt.plugins.shuffle.messenger import Messenger
+
 Buffers = Sequence[Any]
-
-
-class Post(Protocol):
-    """The part of a messenger that a relay uses."""
-
-    async def fetch(
-        self, payload: Any, lengths: Sequence[int], empty: Callable[[int, int], Any]
-    ) -> list[Any]:
-        """Bring the payload of a message to this worker."""
-
-    async def opened(
-        self, headers: Sequence[wire.ShardHeader], buffers: Buffers, *, inside: bool
-    ) -> list[Shard]:
-        """Return the shards in received buffers."""
-
-    async def deliver(
-        self, address: str, transport: str, compose: Callable[[Transport], Awaitable[Message]]
-    ) -> Message:
-        """Send a message and wait for its answer."""
-
-    async def in_lane(
-        self, path: str, nbytes: int, function: Callable[..., Any], *arguments: Any
-    ) -> Any:
-        """Run a call that touches many bytes in a thread."""
 
 
 class Relay:
@@ -70,7 +49,7 @@ class Relay:
 
     def __init__(
         self,
-        post: Post,
+        post: Messenger,
         transport: str,
         own: str,
         peers: Collection[str],

@@ -339,11 +339,6 @@ class Links(Arrivals):
         why_not = {"shared": self._why_not_shared, "ucx": self.ucx.why_not()}
         return {name: reason for name, reason in why_not.items() if reason}
 
-    def ucx_report(self) -> dict[str, Any] | None:
-        """Return the report of the UCX engine, or None if it never started."""
-        engine = self.ucx.started
-        return None if engine is None else engine.report()
-
     def cool_down(self) -> None:
         """Release idle memory: this worker's pool, and the open files of peers."""
         self.outgoing.trim()

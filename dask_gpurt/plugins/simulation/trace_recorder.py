@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from distributed import Client, Scheduler
     from distributed.scheduler import TaskState
 
-NAME = "gpurt-trace"
+NAME = "gpurt-recorder"
 #: Most tasks in a recording, each of some hundreds of bytes on the scheduler.
 MAX_TASKS = 1_000_000
 

@@ -18,8 +18,8 @@ from distributed.metrics import time
 
 from dask_gpurt.config import DISCOVERED, TopologySettings
 from dask_gpurt.errors import ProtocolError
+from dask_gpurt.plugins.ask_workers import ask
 from dask_gpurt.plugins.shielding import DEADLINE_S
-from dask_gpurt.plugins.topology.broadcast import ask
 from dask_gpurt.topology import probing
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.discovery import discover

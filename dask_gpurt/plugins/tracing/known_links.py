@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.tracing.worker_trace import WorkerTrace
@@ -21,9 +21,8 @@ def known_links(
     scheduler: Scheduler, workers: Iterable[WorkerTrace]
 ) -> list[tuple[str, str, float]]:
     """Return source, target and bandwidth of the links between hosts of workers."""
-    runtime = scheduler.plugins.get(NAME)
-    machines = getattr(runtime, "machines", None)
-    topology = machines.topology if machines is not None else None
+    runtime: Any = scheduler.plugins.get(NAME)
+    topology = runtime.machines.topology if runtime is not None else None
     if topology is None:
         return []
     nodes: dict[str, str] = {}

@@ -29,7 +29,7 @@ from dask_gpurt.plugins.tracing.task_events import TaskEvents
 from dask_gpurt.plugins.tracing.trace_bootstrap import TracePlugin
 from dask_gpurt.plugins.tracing.traced_worker import PART_NBYTES
 from dask_gpurt.plugins.tracing.worker_trace import LOST, WorkerTrace
-from dask_gpurt.plugins.weak_handlers import weak_handlers
+from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
 from dask_gpurt.tracing.clocks import clock_later_s
 
 if TYPE_CHECKING:
@@ -346,7 +346,8 @@ class TraceSession(SchedulerPlugin):
         self._clocks.stop()
         # Workers that are being told to begin still say when they did.
         begun = self.gpurt_trace_begun.__name__
-        self._remove_handlers(*(self._handlers.keys() - {begun}))
+        still = {begun: self._handlers.pop(begun)}
+        remove_handlers(scheduler.handlers, self._handlers)
         if scheduler.plugins.get(self.name) is self:
             scheduler.remove_plugin(self.name)
         try:
@@ -358,16 +359,11 @@ class TraceSession(SchedulerPlugin):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(removing(), _ANSWER_S)
         finally:
-            self._remove_handlers(begun)
+            remove_handlers(scheduler.handlers, still)
             # Only now may another trace begin: workers would refuse a second recorder.
             if scheduler.extensions.get(TRACE) is self:
                 del scheduler.extensions[TRACE]
             await asyncio.to_thread(self._close_files)
-
-    def _remove_handlers(self, *names: str) -> None:
-        for name in names:
-            if self.scheduler.handlers.get(name) == self._handlers[name]:
-                del self.scheduler.handlers[name]
 
     def _close_files(self) -> None:
         self._recorder.close()

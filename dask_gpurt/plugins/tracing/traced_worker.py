@@ -29,7 +29,7 @@ from dask_gpurt.plugins.shielding import in_a_thread, to_its_end
 from dask_gpurt.plugins.tracing.cupti_recorder import CuptiRecorder
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
-from dask_gpurt.plugins.weak_handlers import weak_handlers
+from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
 from dask_gpurt.tracing.clocks import clock_later_s
 from dask_gpurt.tracing.lane_names import CPU, FETCH
 from dask_gpurt.tracing.records import RecordEncoder
@@ -299,9 +299,7 @@ class TracedWorker:
         # Once it closes, the worker goes through its extensions, and none may go meanwhile.
         if is_closing(self._worker):
             return
-        for name, handler in self._handlers.items():
-            if self._worker.handlers.get(name) is handler:
-                del self._worker.handlers[name]
+        remove_handlers(self._worker.handlers, self._handlers)
         if self._worker.extensions.get(TRACE) is self:
             del self._worker.extensions[TRACE]
         await in_a_thread(self.recorder.close)

@@ -19,12 +19,13 @@ from dask_gpurt.plugins.memory import cupy_messages, gpu_store
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.memory.shard_relief import ShardRelief
-from dask_gpurt.plugins.patches.connections import PiecewiseReads, ShortTurns, forget_handlers
+from dask_gpurt.plugins.patches import connections
+from dask_gpurt.plugins.patches.connections import ShortTurns, forget_handlers
 from dask_gpurt.plugins.patches.gather_dep import ValueTransfers
 from dask_gpurt.plugins.patches.p2p import RunLookup
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.patches.shown.prometheus import ShownShuffles
-from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
+from dask_gpurt.plugins.patches.values.geometry_sizes import geometry_sizes
 from dask_gpurt.plugins.patches.worker_close import WholeClose
 from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.shielding import DEADLINE_S
@@ -32,7 +33,7 @@ from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files
 from dask_gpurt.plugins.sketching import sketch
 from dask_gpurt.plugins.time_spent import worker_load
 from dask_gpurt.plugins.topology.host_report import HostReporter
-from dask_gpurt.plugins.weak_handlers import weak_handlers
+from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.plugins.worker_counters import CounterSender
 
@@ -86,8 +87,7 @@ class Attachment:
             self._host.gpurt_probe_data,
         )
         worker.handlers.update(self._handlers)
-        self._reads = PiecewiseReads()
-        self._sizes = GeometrySizes()
+        self._releases = [one.hold(self) for one in (connections.piecewise_reads, geometry_sizes)]
         self._turns = ShortTurns(worker)
         self._transfers = ValueTransfers(
             worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, state.ledger
@@ -144,8 +144,8 @@ class Attachment:
         self.state.groups.close()
         self._counter_sender.leave()
         self._gc_freeze.close()
-        self._reads.uninstall()
-        self._sizes.uninstall()
+        for release in self._releases:
+            release()
         self._turns.uninstall()
         self._transfers.uninstall()
         self._shown.uninstall()
@@ -158,8 +158,7 @@ class Attachment:
         self.state.detach()
         await self.state.links.disconnect()
         # Last: the scheduler may ask until now, and Dask logs a traceback if nobody answers.
-        for name in self._handlers:
-            self._worker.handlers.pop(name, None)
+        remove_handlers(self._worker.handlers, self._handlers)
         if not is_closing(self._worker):
             self.state.final_close = None
             self._whole_close.uninstall()

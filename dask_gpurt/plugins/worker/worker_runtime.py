@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dask_gpurt
 from dask_gpurt.codecs.chooser import Chooser
@@ -17,7 +17,8 @@ from dask_gpurt.codecs.nvcomp import NVCOMP_CODECS
 from dask_gpurt.codecs.rule import CodecDecision, Mode
 from dask_gpurt.config import ShuffleSettings
 from dask_gpurt.devices.host_memory.malloc import PageKeeper
-from dask_gpurt.devices.host_memory.pool import Buffer, HostPool
+from dask_gpurt.devices.host_memory.pool import HostPool
+from dask_gpurt.devices.lanes import Lane
 from dask_gpurt.devices.ledger import overlap
 from dask_gpurt.metrics import Counters, since
 from dask_gpurt.plugins.bootstrap import NAME
@@ -26,7 +27,6 @@ from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.shielding import to_its_end
 from dask_gpurt.plugins.shuffle.peer_connections import open_files
-from dask_gpurt.plugins.shuffle.shuffle_lanes import ShuffleLanes
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
 from dask_gpurt.plugins.worker_report import RunReports, limited
@@ -37,6 +37,8 @@ from dask_gpurt.transport.sending.send_budget import SendBudget
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+    from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -50,27 +52,11 @@ LEAST_WASTE_NBYTES = 64 << 20
 IDLE_S = 60.0
 
 
-class RunLike(Protocol):
-    """The part of an `ExchangeRun` that the worker's runtime and the messenger use.
+class ShuffleLanes(NamedTuple):
+    """Threads that encode, decode and copy messages, and one thread that spills shards."""
 
-    A protocol, because `exchange_run` imports this module.
-    """
-
-    id: Any
-    run_id: int
-    closed: bool
-
-    def outgoing_memory(self, nbytes: int) -> Buffer: ...
-
-    def memory_for(self, nbytes: int, first_slot: int) -> Buffer: ...
-
-    def raise_if_closed(self) -> None: ...
-
-    def relieve(self) -> None: ...
-
-    def give_up(self, error: Exception) -> None: ...
-
-    def report(self) -> dict[str, Any]: ...
+    codec: Lane
+    spill: Lane
 
 
 class WorkerRuntime:
@@ -92,7 +78,7 @@ class WorkerRuntime:
         )
         self._pages = PageKeeper(int(KEEP_SHARE * memory_nbytes))
         self._row_numbers = RowNumbers()
-        self._runs: set[RunLike] = set()
+        self._runs: set[ExchangeRun] = set()
         #: Counters at the time the runtime was last switched on here.
         self._counted_before: dict[str, int] = {}
         self.run_reports = RunReports()
@@ -191,7 +177,7 @@ class WorkerRuntime:
         assert self._lanes is not None, "no run, no lanes"
         return self._lanes
 
-    def begin_run(self, run: RunLike) -> None:
+    def begin_run(self, run: ExchangeRun) -> None:
         """Register a shuffle run that begins on this worker. Runs on the event loop."""
         self.counters.add(shuffle_runs=1)
         self._runs.add(run)
@@ -199,11 +185,13 @@ class WorkerRuntime:
             self._idle_timer.cancel()
             self._idle_timer = None
         if self._lanes is None:
-            self._lanes = ShuffleLanes(self._worker.state.nthreads, self.ledger)
+            # As many threads for messages as the worker has for tasks.
+            codec = Lane("codec", self._worker.state.nthreads, self.ledger)
+            self._lanes = ShuffleLanes(codec, Lane("spill", 1, self.ledger))
             self._pages.acquire()
         self._row_numbers.install()
 
-    def end_run(self, run: RunLike, report: dict[str, Any]) -> None:
+    def end_run(self, run: ExchangeRun, report: dict[str, Any]) -> None:
         """Unregister a run that ended. Runs on the event loop.
 
         `IDLE_S` after the last run, idle memory is released.
@@ -237,7 +225,8 @@ class WorkerRuntime:
         """Release pooled memory and idle threads, unless there are runs."""
         self._idle_timer = None
         if self._lanes is not None and not self._runs:
-            self._lanes.close()
+            for lane in self._lanes:
+                lane.close()
             self._lanes = None
             self.pool.trim()
             self.links.cool_down()

@@ -26,7 +26,6 @@ from dask_gpurt.plugins.patches.connections import (
     SMALL_NBYTES,
     TASKS_PER_TURN,
     LostPeers,
-    PiecewiseReads,
     ShortTurns,
     drop_message,
     read_in_pieces,
@@ -40,14 +39,15 @@ STOCK = tcp.read_bytes_rw
 def nobody_else(monkeypatch):
     """Install stock's function; workers of other tests in this process may still use the patch."""
     monkeypatch.setattr(tcp, "read_bytes_rw", STOCK)
-    monkeypatch.setattr(connections, "_patch", ProcessPatch(connections._read_in_pieces))
+    monkeypatch.setattr(connections, "piecewise_reads", ProcessPatch(connections._read_in_pieces))
 
 
 @pytest.fixture
 def reads(nobody_else):
-    reads = PiecewiseReads()
-    yield reads
-    reads.uninstall()
+    holder = Holder()
+    release = connections.piecewise_reads.hold(holder)
+    yield
+    release()
     assert tcp.read_bytes_rw is STOCK
 
 
@@ -194,18 +194,18 @@ def test_unwritten_message_is_kept_until_it_is_dropped(is_let_go_of):
 # ------------------------------------------------------------------ retracted messages
 
 
-def test_the_patch_stays_until_the_last_worker_uninstalls_it(reads):
-    other = PiecewiseReads()
-    assert tcp.read_bytes_rw is read_in_pieces
-    other.uninstall()
-    other.uninstall()
-    assert tcp.read_bytes_rw is read_in_pieces
+class Holder:
+    pass
 
 
-def test_a_collected_worker_releases_the_patch():
-    reads = PiecewiseReads()
+def test_the_patch_stays_until_its_last_holder_is_gone():
+    one, other = Holder(), Holder()
+    release = connections.piecewise_reads.hold(one)
+    connections.piecewise_reads.hold(other)
+    release()
+    release()
     assert tcp.read_bytes_rw is read_in_pieces
-    del reads
+    del other
     assert tcp.read_bytes_rw is STOCK
 
 

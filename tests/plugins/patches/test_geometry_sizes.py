@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dask.sizeof import sizeof
 
-from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
+from dask_gpurt.plugins.patches.values.geometry_sizes import geometry_sizes
 
 geopandas = pytest.importorskip("geopandas", reason="GeoPandas is not installed")
 
@@ -20,26 +20,26 @@ N = 2_000
 AFTER_THE_IMPORT = """
 import sys
 from dask.sizeof import sizeof
-from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
-held = GeometrySizes()
+from dask_gpurt.plugins.patches.values.geometry_sizes import geometry_sizes
+release = geometry_sizes.hold(sizeof)
 assert "geopandas" not in sys.modules
 import geopandas
 frame = geopandas.GeoDataFrame(geometry=geopandas.points_from_xy(range(1000), range(1000)))
 assert sizeof(frame) > 200_000
-held.uninstall()
+release()
 assert sizeof(frame) < 20_000
 """
 
 TWO_HOLDERS = """
 import geopandas
 from dask.sizeof import sizeof
-from dask_gpurt.plugins.patches.values.geometry_sizes import GeometrySizes
+from dask_gpurt.plugins.patches.values.geometry_sizes import geometry_sizes
 frame = geopandas.GeoDataFrame(geometry=geopandas.points_from_xy(range(1000), range(1000)))
 before = sizeof(frame)
-one, other = GeometrySizes(), GeometrySizes()
-one.uninstall()
+one, other = geometry_sizes.hold(sizeof), geometry_sizes.hold(sizeof)
+one()
 assert sizeof(frame) > 10 * before
-other.uninstall()
+other()
 assert sizeof(frame) == before
 """
 
@@ -53,9 +53,9 @@ def areas(n_corners):
 
 @pytest.fixture
 def held():
-    sizes = GeometrySizes()
-    yield sizes
-    sizes.uninstall()
+    release = geometry_sizes.hold(sizeof)
+    yield
+    release()
 
 
 def test_more_corners_take_more_bytes(held):

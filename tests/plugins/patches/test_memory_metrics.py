@@ -21,9 +21,11 @@ from dask_gpurt.config import read
 from dask_gpurt.plugins.patches.shown import memory_metrics
 from dask_gpurt.plugins.patches.shown.memory_metrics import CountedShards
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
+from dask_gpurt.process_patch import ProcessPatch
 from tests.integration.held_exchanges import all_moved, held, shuffled
 
 MIB = 1 << 20
+STOCK = WorkerMetricCollector.collect
 NO_SPILL = {"distributed.worker.memory.spill": False}
 ON_PROMETHEUS = {"distributed.worker.http.routes": ["distributed.http.worker.prometheus"]}
 
@@ -31,9 +33,8 @@ ON_PROMETHEUS = {"distributed.worker.http.routes": ["distributed.http.worker.pro
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """Hide workers of other tests, which may have the runtime in this process."""
-    stock = memory_metrics._stock_collect or WorkerMetricCollector.collect
-    monkeypatch.setattr(WorkerMetricCollector, "collect", stock)
-    monkeypatch.setattr(memory_metrics, "_stock_collect", None)
+    monkeypatch.setattr(WorkerMetricCollector, "collect", STOCK)
+    monkeypatch.setattr(memory_metrics, "_patch", ProcessPatch(memory_metrics._replace))
     monkeypatch.setattr(memory_metrics, "_shards_of", WeakKeyDictionary())
 
 

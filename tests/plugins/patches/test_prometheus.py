@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily
 
 from dask_gpurt.plugins.patches.shown import prometheus
 from dask_gpurt.plugins.patches.shown.prometheus import FAMILIES, ShownShuffles
+from dask_gpurt.process_patch import ProcessPatch
 from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentTotals
 
 
@@ -22,7 +23,7 @@ from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentTotals
 def registry(monkeypatch):
     """A registry for this test: workers of other tests may still be in the usual one."""
     monkeypatch.setattr(prometheus, "_workers", prometheus.WeakKeyDictionary())
-    monkeypatch.setattr(prometheus, "_collector", None)
+    monkeypatch.setattr(prometheus, "_patch", ProcessPatch(prometheus._register))
     registry = CollectorRegistry(auto_describe=True)
     monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
     return registry

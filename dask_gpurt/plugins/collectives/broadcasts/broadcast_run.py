@@ -298,10 +298,7 @@ class BroadcastRun:
         def empty(_: int, nbytes: int) -> Buffer:
             return parts[0] if len(parts) == 1 else np.empty(nbytes, dtype=np.uint8)
 
-        async def in_thread(nbytes: int, read: Any) -> None:
-            await asyncio.to_thread(read)
-
-        (found,) = await self._links.fetch(payload, [nbytes], empty, in_thread)
+        (found,) = await self._links.fetch(payload, [nbytes], empty, asyncio.to_thread)
         await asyncio.to_thread(_put, found, parts, checksum)
         self._here[number].set()
         return int(nbytes)

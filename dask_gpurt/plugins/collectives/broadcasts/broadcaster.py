@@ -178,7 +178,7 @@ class Broadcaster:
         workers = [ws for ws in targets if ws.address in self._ready]
         if nbytes < LEAST_NBYTES or len(workers) <= LEAST_COPIES:
             return {}
-        # No worker shares the scheduler's host in this: it has no shared memory.
+        # The scheduler counts as a host of its own, because it lends no shared memory.
         name = "scheduler://"
         others, n_slices = self._way(name, workers, nbytes)
         began_s, links = time(), _SchedulerLinks(self._scheduler)

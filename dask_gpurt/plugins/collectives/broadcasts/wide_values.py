@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.weak_handlers import weak_handlers
+from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -65,8 +65,7 @@ class WideValues:
 
     def close(self) -> None:
         """Remove the handlers: no worker asks any more."""
-        for name in self._handlers:
-            self._scheduler.handlers.pop(name, None)
+        remove_handlers(self._scheduler.handlers, self._handlers)
 
     async def wanted(self, key: Any, worker: str) -> int | None:
         """Handler: return the version that a broadcast brings to a worker, or None for none."""
@@ -99,7 +98,7 @@ class WideValues:
             and ws not in holders
             and ws.address in self._ready
         }
-        # Many holders serve many workers, each with its own card.
+        # With many holders, no single network card is the bottleneck.
         if len(needing) < max(LEAST_WORKERS, len(holders) + 1):
             return
         task = asyncio.ensure_future(self._broadcast(ts, needing))

@@ -29,7 +29,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import LEAST_RATE, LEFT, GroupFailure
 from dask_gpurt.plugins.patches.task_placement import fail_task, may_run_anywhere
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
-from dask_gpurt.plugins.weak_handlers import weak_handlers
+from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
 from dask_gpurt.shuffle.routing import host_of
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ class Gangs(SchedulerPlugin):
             self._fail(gang, GroupFailure("failed", "the runtime was switched off"))
             gang.left.update(gang.joined)
             self._end_if_over(gang)
-        for name, handler in self._handlers.items():
-            if self._scheduler.handlers.get(name) == handler:
-                del self._scheduler.handlers[name]
+        remove_handlers(self._scheduler.handlers, self._handlers)
         self._messages.close()
 
     def report(self) -> dict[str, Any]:

@@ -351,11 +351,8 @@ class OperationRun:
                 return place
             return self._tenant.empty(self._member.pool, nbytes, "received")
 
-        async def in_thread(nbytes: int, read: Callable[[], None]) -> None:
-            await self._thread.run(read)
-
         lengths = [header.nbytes] if header.nbytes else []
-        buffers = await self._member.links.fetch(payload, lengths, empty, in_thread)
+        buffers = await self._member.links.fetch(payload, lengths, empty, self._thread.run)
         found = buffers[0] if buffers else np.empty(0, np.uint8)
         if header.checksum:
             checksum = await self._work(found.nbytes, wire.checksum, [found])

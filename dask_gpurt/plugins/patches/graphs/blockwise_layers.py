@@ -34,8 +34,8 @@ from dask._task_spec import Task, _execute_subgraph
 from dask.utils import key_split
 
 from dask_gpurt.placement.blockwise_groups import Layer
-from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, spec_of, with_all_needed
-from dask_gpurt.plugins.patches.graphs.transfer_tasks import Graph, may_be_fused, token_of
+from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, Graph, spec_of, with_all_needed
+from dask_gpurt.plugins.patches.graphs.transfer_tasks import may_be_fused, token_of
 
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode

@@ -37,15 +37,13 @@ from distributed.sizeof import safe_sizeof
 from distributed.utils import key_split_group
 from distributed.worker import thread_state
 
-from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, spec_of, with_all_needed
+from dask_gpurt.plugins.patches.graphs.known_tasks import Forgotten, Graph, spec_of, with_all_needed
 
 if TYPE_CHECKING:
     from dask._task_spec import GraphNode
     from distributed import Worker
     from distributed.scheduler import TaskState
 
-#: Tasks of a program, by key.
-Graph = dict[Any, "GraphNode"]
 Barrier = P2PBarrierTask
 
 
@@ -241,8 +239,7 @@ def keep_known(graph: Graph, barrier: P2PBarrierTask, tasks: Mapping[Any, TaskSt
     A known task keeps its inputs, so a shuffle must be written as it was the first time. The tasks
     that it needs come too: the scheduler may forget them before it gets the graph.
     """
-    known = tasks.get(barrier.key)
-    spec = known.run_spec if known is not None else None
+    spec = spec_of(barrier.key, tasks)
     if not isinstance(spec, P2PBarrierTask):
         return False
     handing_over = [one for key in spec.dependencies if (one := spec_of(key, tasks)) is not None]

@@ -21,10 +21,12 @@ of its class is replaced, from the first worker of the process until the last on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+from dask_gpurt.process_patch import ProcessPatch
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -62,63 +64,38 @@ class CountedShards:
             return found
 
         worker.get_metrics = gpurt_get_metrics  # type: ignore[method-assign]
-        _begin(worker, _Shards(in_memory, on_disk))
+        _shards_of[worker] = _Shards(in_memory, on_disk)
+        self._release = _patch.hold(worker)
 
     def uninstall(self) -> None:
         vars(self._worker).pop("get_metrics", None)
-        _end(self._worker)
+        _shards_of.pop(self._worker, None)
+        self._release()
 
 
-#: Clusters of one process may have event loops in several threads.
-_lock = threading.Lock()
 _shards_of: WeakKeyDictionary[Worker, _Shards] = WeakKeyDictionary()
-#: The collector's own method while ours is in its place.
-_stock_collect: Callable[[Any], Iterator[Any]] | None = None
 
 
-def _begin(worker: Worker, shards: _Shards) -> None:
-    """Count a worker's shards in Prometheus's gauge; nothing without `prometheus_client`."""
-    global _stock_collect
+def _replace() -> Callable[[], None]:
+    """Count shards in Prometheus's gauge; do nothing without `prometheus_client`."""
     try:
-        collector = _collector()
+        from distributed.http.worker.prometheus.core import WorkerMetricCollector
     except ImportError:
-        return
-    with _lock:
-        _shards_of[worker] = shards
-        if _stock_collect is None:
-            _stock_collect = collector.collect
-            collector.collect = _counting(collector.collect)
+        return lambda: None
+    kind: Any = WorkerMetricCollector
+    stock = kind.collect
+    kind.collect = _counting(stock)
+    return partial(setattr, kind, "collect", stock)
 
 
-def _end(worker: Worker) -> None:
-    global _stock_collect
-    with _lock:
-        _shards_of.pop(worker, None)
-        if _stock_collect is None or _shards_of:
-            return
-        _collector().collect = _stock_collect
-        _stock_collect = None
-
-
-def _collector() -> Any:
-    """Return stock's class of collectors.
-
-    Raises
-    ------
-    ImportError
-        There is no `prometheus_client`.
-    """
-    from distributed.http.worker.prometheus.core import WorkerMetricCollector
-
-    return WorkerMetricCollector
+_patch = ProcessPatch(_replace)
 
 
 def _counting(stock: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Return stock's method with shards counted."""
 
     def gpurt_collect(self: Any) -> Iterator[Any]:
-        with _lock:
-            shards = _shards_of.get(self.server)
+        shards = _shards_of.get(self.server)
         memory = self.build_name("memory_bytes")
         for family in stock(self):
             if shards is not None and family.name == memory:

@@ -22,7 +22,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 from distributed.http.prometheus import PrometheusCollector
 
+from dask_gpurt.process_patch import ProcessPatch
 from dask_gpurt.shuffle.traffic import MESSAGE_NBYTES, SentSum, SentTotals
 
 if TYPE_CHECKING:
@@ -118,10 +120,25 @@ class _Collector(PrometheusCollector):
         yield from (nbytes, seconds, sizes)
 
 
-#: Reentrant: registering a collector collects from it.
-_lock = threading.RLock()
+_lock = threading.Lock()
 _workers: WeakKeyDictionary[Worker, SentTotals] = WeakKeyDictionary()
-_collector: _Collector | None = None
+
+
+def _register() -> Callable[[], None]:
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return lambda: None
+    found = _Collector(_workers)
+    try:
+        REGISTRY.register(found)
+    except ValueError as error:
+        logger.info("cannot export shuffle metrics to Prometheus: %s", error)
+        return lambda: None
+    return partial(REGISTRY.unregister, found)
+
+
+_patch = ProcessPatch(_register)
 
 
 class ShownShuffles:
@@ -137,33 +154,12 @@ class ShownShuffles:
 
     def __init__(self, worker: Worker, sent: SentTotals) -> None:
         self._worker = worker
-        global _collector
         with _lock:
             _workers[worker] = sent
-            if _collector is None:
-                _collector = _registered()
+        self._release = _patch.hold(worker)
 
     def uninstall(self) -> None:
         """Stop exporting this worker's shuffles."""
-        global _collector
         with _lock:
             _workers.pop(self._worker, None)
-            if _collector is not None and not _workers:
-                from prometheus_client import REGISTRY
-
-                REGISTRY.unregister(_collector)
-                _collector = None
-
-
-def _registered() -> _Collector | None:
-    try:
-        from prometheus_client import REGISTRY
-    except ImportError:
-        return None
-    found = _Collector(_workers)
-    try:
-        REGISTRY.register(found)
-    except ValueError as error:
-        logger.info("cannot export shuffle metrics to Prometheus: %s", error)
-        return None
-    return found
+        self._release()

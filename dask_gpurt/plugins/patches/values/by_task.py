@@ -1,7 +1,7 @@
 """Facts about tasks of a scheduler, kept while the tasks exist.
 
-Tasks with the same key are equal. A weak dictionary would give a new task the facts of an earlier
-task with its key, as long as something references that one. `ByTask` tells the two apart.
+Dask compares tasks by key. A weak dictionary would give a new task the facts of an earlier task
+with its key, as long as something still refers to the earlier one. `ByTask` tells the two apart.
 
 | what | why | taken back by |
 |---|---|---|

@@ -6,7 +6,7 @@ neither spilled in time nor placed by their size.
 | what | why | taken back by |
 |---|---|---|
 | `dask.sizeof.sizeof._lookup`, `._lazy` | measures frames and series of GeoPandas |
-`GeometrySizes.uninstall` |
+its last holder |
 
 The patch is global to the process; each worker holds it. It does not import GeoPandas.
 """
@@ -72,15 +72,5 @@ def _measure_geometries() -> Callable[[], None]:
     return restore
 
 
-_patch = ProcessPatch(_measure_geometries)
-
-
-class GeometrySizes:
-    """One worker's request to measure geometries, until `uninstall` or its garbage collection."""
-
-    def __init__(self) -> None:
-        self._release = _patch.hold(self)
-
-    def uninstall(self) -> None:
-        """Withdraw the request."""
-        self._release()
+#: Held by each worker that measures geometries.
+geometry_sizes = ProcessPatch(_measure_geometries)

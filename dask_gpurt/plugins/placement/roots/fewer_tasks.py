@@ -24,11 +24,11 @@ from dask_gpurt.plugins.patches.graphs.graph_swap import (
     culled,
     holding_workers,
 )
+from dask_gpurt.plugins.patches.graphs.known_tasks import Graph
 from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
     Barrier,
     Chain,
     ChainFinder,
-    Graph,
     barriers,
     keep_known,
     with_own_keys,
@@ -52,7 +52,7 @@ class FewerTasks:
         self._swap = GraphSwap(scheduler, tasks=self.rewrite)
 
     def uninstall(self) -> None:
-        """Leave the graphs that arrive from now on to stock Dask, but for tasks it has already.
+        """Leave later graphs to stock Dask, except for tasks that the scheduler has already.
 
         A later graph may have layers, or inputs of a shuffle, that are in such tasks. As Dask
         ignores new inputs of a task, it would never forget them.
@@ -106,7 +106,7 @@ class FewerTasks:
     def _hides_layers_of(self, found: list[Layer], groups: list[list[str]]) -> bool:
         """Return whether an earlier program has layers of this one in groups of its own.
 
-        Their work is done once more then. But programs that come after this one can share it.
+        If so, this program repeats the work of these layers, so that later programs can share it.
         """
         self._forget()
         names = {layer.name for layer in found}

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from distributed.utils_test import captured_logger, gen_cluster
 
-from dask_gpurt.plugins.topology import broadcast
-from dask_gpurt.plugins.topology.broadcast import ask
+from dask_gpurt.plugins import ask_workers
+from dask_gpurt.plugins.ask_workers import ask
 
 
 def say(worker, answer):
@@ -46,7 +46,7 @@ async def test_answers_arrive_although_a_worker_is_silent(s, a, b, c, monkeypatc
             late = [one for one in asked if not one.done()]
             await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
 
-    monkeypatch.setattr(broadcast, "_until_late", until_others_have)
+    monkeypatch.setattr(ask_workers, "_until_late", until_others_have)
     with captured_logger("distributed.scheduler") as logged, captured_logger("distributed.core"):
         said, silent = await ask(s, "x", [a.address, b.address, c.address], 7, number=1)
     assert list(said) == [a.address, c.address]
