@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 #: States of the task of a leaf that is not made yet.
 UNMADE = ("released", "waiting", "queued")
+_WANTED = (*UNMADE, "processing")
 
 
 class _Waiting(NamedTuple, Generic[T]):
@@ -77,7 +78,7 @@ class Runs(Generic[T]):
         return len(self._owners) >= 2 * self._n_leaves
 
     def renew(self, n_unmade: int, states: Callable[[Hashable], str | None]) -> None:
-        """Forget leaves that are gone, and count those of a later graph.
+        """Forget leaves that are made or gone, and count those of a later graph.
 
         Parameters
         ----------
@@ -87,7 +88,7 @@ class Runs(Generic[T]):
             Returns the state of a leaf's task; None if it is gone.
         """
         known = {leaf: states(leaf) for leaf in self._owners}
-        self._owners = {leaf: one for leaf, one in self._owners.items() if known[leaf]}
+        self._owners = {leaf: one for leaf, one in self._owners.items() if known[leaf] in _WANTED}
         n_owned = sum(state in UNMADE for state in known.values())
         self._n_leaves = len(self._owners) + max(0, n_unmade - n_owned)
 

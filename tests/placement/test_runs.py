@@ -121,11 +121,11 @@ def test_a_later_graph_has_runs_of_its_own():
         assert tree.share(address, 1, 2) == 4
         tree.begin(address, leaves)
     assert tree.is_used_up and not tree.is_outgrown
-    # Six leaves are gone, one is kept in memory, and one still waits for its worker.
-    states = {3: "memory", 7: "queued"}
+    # Five leaves are gone, one is kept in memory, one is being made, and one waits for its worker.
+    states = {3: "memory", 6: "processing", 7: "queued"}
     tree.renew(7, states.get)
     assert not tree.is_used_up
-    assert [tree.owner(leaf) for leaf in (0, 3, 7)] == [None, "a", "b"]
+    assert [tree.owner(leaf) for leaf in (0, 3, 6, 7)] == [None, None, "b", "b"]
     assert tree.share("a", 1, 2) == 3
 
 

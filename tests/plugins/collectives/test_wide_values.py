@@ -35,6 +35,11 @@ def report(s):
     return s.plugins["gpurt"].collectives.broadcaster.report()
 
 
+def awaited(workers):
+    attached = [worker.plugins["gpurt"]._attachment for worker in workers]
+    return [one._broadcasts.awaited for one in attached]
+
+
 def made(nbytes):
     return np.arange(nbytes // 8)
 
@@ -126,18 +131,30 @@ async def test_workers_may_ask_until_the_runtime_has_left_them(c, s, *workers):
 
 @on_cluster()
 async def test_workers_fetch_if_the_scheduler_is_slow(c, s, *workers):
-    stock, may_answer = s.handlers["gpurt_wanted"], asyncio.Event()
+    """They ask it once, and again after it has answered. Their connections stay."""
+    stock, may_answer, asked = s.handlers["gpurt_wanted"], asyncio.Event(), []
 
     async def slow(key, worker):
+        asked.append(worker)
         await may_answer.wait()
         return await stock(key=key, worker=worker)
 
     s.handlers["gpurt_wanted"] = slow
     awaited_values._LEAST_PATIENCE_S = 0.01
-    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
-    await used_by(c, s, value, workers)
+    n_open = None
+    for _ in range(3):
+        value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address], pure=False)
+        await used_by(c, s, value, workers)
+        assert sorted(asked) == sorted(worker.address for worker in workers[1:])
+        n_open = n_open or sum(worker.rpc.open for worker in workers)
+        assert sum(worker.rpc.open for worker in workers) <= n_open
     may_answer.set()
+    awaited_values._LEAST_PATIENCE_S = 60.0
     assert report(s)["values"] == 0
+    await async_poll_for(lambda: not any(one._unanswered for one in awaited(workers)), timeout=60)
+    value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address], pure=False)
+    await used_by(c, s, value, workers)
+    assert report(s)["values"] == 1
 
 
 @on_cluster()
@@ -227,5 +244,4 @@ async def test_nothing_is_kept_of_a_broadcast(c, s, *workers):
     value = c.submit(made, LARGE_NBYTES, workers=[workers[0].address])
     await used_by(c, s, value, workers)
     assert not s.plugins["gpurt"].collectives.broadcaster._wide._under_way
-    attached = [worker.plugins["gpurt"]._attachment for worker in workers]
-    assert not any(one._broadcasts.awaited._fetches for one in attached)
+    assert not any(one._fetches for one in awaited(workers))

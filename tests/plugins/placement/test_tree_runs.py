@@ -272,6 +272,27 @@ async def test_later_graphs_of_one_function_have_runs(c, s, a, b):
         await async_poll_for(lambda: not s.tasks, timeout=60)
 
 
+@pytest.mark.parametrize("event", ["a worker leaves", "another tree begins"])
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_trees_that_ended_are_forgotten(c, s, a, b, event):
+    placement = Placement(s, "data-aware")
+
+    async def run(name):
+        level = [dask.delayed(abs)(1, dask_key_name=(name, n)) for n in range(64)]
+        assert await c.compute(tree_over(level), optimize_graph=False) == 1
+
+    await run("load-1")
+    await async_poll_for(lambda: not s.tasks, timeout=60)
+    trees = placement._roots._trees._trees
+    assert set(trees) == {"load-1"}
+    if event == "a worker leaves":
+        placement.remove_worker(b.address)
+        assert not trees
+    else:
+        await run("load-2")
+        assert set(trees) == {"load-2"}
+
+
 @gen_cluster(client=True, nthreads=[("", 1)])
 async def test_workers_that_join_get_tasks_of_which_none_has_ended(c, s, a):
     """The runs of earlier workers have all tasks, and nobody knows how long these take."""

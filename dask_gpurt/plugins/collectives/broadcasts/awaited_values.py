@@ -2,7 +2,8 @@
 
 Before a worker fetches a large value for a task, it asks the scheduler whether a broadcast brings
 it (`wide_values`). If so, it waits for the broadcast. If the scheduler is slow to answer, or the
-broadcast fails or takes too long, the worker fetches the value as with stock Dask.
+broadcast fails or takes too long, the worker fetches the value as with stock Dask. It asks nothing
+more until the late answer has come.
 
 A key may be used anew for another value while the old one is still under way. So the scheduler
 says which version of the key it means, and a broadcast which one it brings.
@@ -59,8 +60,10 @@ class AwaitedValues:
     def __init__(self, worker: Worker, *, is_on: bool) -> None:
         self._worker, self._is_on = worker, is_on
         self._fetches: dict[Any, _AwaitingFetch] = {}
-        #: Questions to the scheduler, which may outlive the fetch that asked.
+        #: What waits for the scheduler, which may outlive the fetch that asked.
         self._asking: set[asyncio.Task[None]] = set()
+        #: Questions that the scheduler was too slow to answer.
+        self._unanswered: set[asyncio.Task[Any]] = set()
 
     async def offer(self, key: Any, version: int, value: Any) -> bool:
         """Offer a value of a broadcast to the fetch of its key; return whether it is taken."""
@@ -104,8 +107,7 @@ class AwaitedValues:
         """Return once no broadcast brings a value, or one takes too long, or the answer does."""
         scheduler: Any = self._worker.scheduler
         try:
-            async with asyncio.timeout(max(_LEAST_PATIENCE_S, nbytes / _PATIENCE_RATE)):
-                version = await scheduler.gpurt_wanted(key=key, worker=self._worker.address)
+            version = None if self._unanswered else await self._version(key, nbytes)
             if version is not None:
                 fetch.version = version
                 if not fetch.value():
@@ -117,3 +119,21 @@ class AwaitedValues:
             logger.debug("nobody knows of a broadcast of %r: %r", key, error)
         finally:
             fetch.is_over.set()
+
+    async def _version(self, key: Any, nbytes: int) -> Any:
+        """Return which version of a value a broadcast brings; None if none does, or not soon."""
+        scheduler: Any = self._worker.scheduler
+        question = asyncio.create_task(scheduler.gpurt_wanted(key=key, worker=self._worker.address))
+        patience_s = max(_LEAST_PATIENCE_S, nbytes / _PATIENCE_RATE)
+        done, _ = await asyncio.wait([question], timeout=patience_s)
+        if done:
+            return question.result()
+        # Not cancelled: that would close the connection, and each question would open a new one.
+        self._unanswered.add(question)
+        question.add_done_callback(self._answered_late)
+        return None
+
+    def _answered_late(self, question: asyncio.Task[Any]) -> None:
+        self._unanswered.discard(question)
+        if not question.cancelled() and (error := question.exception()) is not None:
+            logger.debug("a late answer on broadcasts is an error: %r", error)

@@ -87,6 +87,7 @@ class TreeRuns:
                 return None
             if 0 < self._view.sizes(found) < MIN_JOIN_NBYTES:
                 return None
+            self._forget_ended()
             if len(self._trees) >= MAX_TREES:
                 self._trees.popitem(last=False)
             runs = self._trees[group.name] = Runs(n_leaves, self._is_queued)
@@ -160,8 +161,14 @@ class TreeRuns:
 
     def remove_worker(self, address: str) -> None:
         """Remove a worker that left."""
+        self._forget_ended()
         for runs in self._trees.values():
             runs.remove_worker(address)
+
+    def _forget_ended(self) -> None:
+        """Forget the trees whose tasks the scheduler has forgotten."""
+        for name in self._trees.keys() - self._scheduler.task_groups.keys():
+            del self._trees[name]
 
     # ------------------------------------------------------------------ new runs
 
@@ -169,8 +176,12 @@ class TreeRuns:
         """Begin a run of a worker with a leaf."""
         runs = leaf.runs
         n_leaves = runs.share(ws.address, ws.nthreads, self._scheduler.total_nthreads)
-        free = (one.key for one in leaves_near(leaf.ts) if runs.owner(one.key) is None)
-        runs.begin(ws.address, [leaf.ts.key, *islice(free, 1, n_leaves)])
+        free = (
+            one.key
+            for one in leaves_near(leaf.ts)
+            if one is not leaf.ts and one.state in UNMADE and runs.owner(one.key) is None
+        )
+        runs.begin(ws.address, [leaf.ts.key, *islice(free, n_leaves - 1)])
 
     def _begins(self, leaf: Leaf, front: TaskState, ws: WorkerState) -> bool:
         """Begin a run of a worker with queued tasks; return whether there were any."""
