@@ -36,7 +36,7 @@ import dask_gpurt
 from benchmarks.harness import arguments, machine, settle
 from benchmarks.hosts import cluster, hosts, shape
 from dask_gpurt.demo.tpch_data import make_tpch
-from dask_gpurt.devices.ledger import LedgerEntry, overlap
+from dask_gpurt.devices.ledger import LedgerEntry, overlap, overlap_of_parts
 
 #: 200 MB/s.
 RATE = "1600mbit"
@@ -114,7 +114,7 @@ def run_once(client: Client, inputs: dict[str, dd.DataFrame]) -> dict[str, Any]:
         seconds = time.perf_counter() - began_s
     used_s = processor_s(client) - used_s
     found = [
-        overlap((LedgerEntry(*one) for one in entries), seconds)
+        overlap_of_parts(overlap(LedgerEntry(*one) for one in entries).parts_s, seconds)
         for entries in client.run(entries_since, began_s=began_s).values()
     ]
     del result

@@ -32,7 +32,7 @@ SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
 #: The loader in C takes a tenth of the time. Some builds of PyYAML lack it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PRELOAD = "dask_gpurt.preload"
-#: Most characters in a description of machines: enough for about ten thousand hosts.
+#: Most characters in a description of machines, as in `topology.description`.
 MAX_TEXT = 2**24
 
 #: The value of `gpurt.shuffle.in-flight` for a share of the worker's memory limit.

@@ -145,7 +145,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         IMPURE,
     ),
     "demo": (
-        {"", "errors", "local_cluster"},
+        {"", "errors", "local_cluster", "metrics"},
         DASK | {"duckdb", "numpy", "pandas", "psutil", "pyarrow", "rich"},
         IMPURE,
     ),

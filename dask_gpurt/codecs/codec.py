@@ -70,6 +70,7 @@ class Codec(Protocol):
         """Decode a payload into `out`, which has the exact length of the raw bytes.
 
         Even for a damaged payload, this allocates at most a small multiple of `out`.
+
         Raises
         ------
         ProtocolError

@@ -13,26 +13,20 @@ import numpy as np
 import pandas as pd
 
 #: Sums of six million floats in another order differ by a few parts in 10**13.
-DEFAULT_RTOL = 1e-9
+_RTOL = 1e-9
 
 #: Sums near zero, such as of profits and losses, have the rounding error of their large terms.
-DEFAULT_ATOL = 1e-6
+_ATOL = 1e-6
 
 
-class AnswersDiffer(AssertionError):
-    """Two answers to one query are not the same."""
-
-
-def assert_same_answer(
+def first_difference(
     got: pd.DataFrame,
     expected: pd.DataFrame,
     ordered_by: Sequence[str] | None = None,
     *,
     exact_dtypes: bool = False,
-    rtol: float = DEFAULT_RTOL,
-    atol: float = DEFAULT_ATOL,
-) -> None:
-    """Raise unless two answers are the same.
+) -> str | None:
+    """Return a sentence on the first difference of two answers, or None if they are the same.
 
     Parameters
     ----------
@@ -44,36 +38,6 @@ def assert_same_answer(
     exact_dtypes
         Compare dtypes instead of kinds of dtypes. Right for two runs of Dask, too strict for Dask
         and SQL.
-    rtol, atol
-        Tolerances for floats.
-
-    Raises
-    ------
-    AnswersDiffer
-        The answers differ. The message describes the first difference.
-    """
-    difference = first_difference(
-        got, expected, ordered_by, exact_dtypes=exact_dtypes, rtol=rtol, atol=atol
-    )
-    if difference is not None:
-        raise AnswersDiffer(difference)
-
-
-def first_difference(
-    got: pd.DataFrame,
-    expected: pd.DataFrame,
-    ordered_by: Sequence[str] | None = None,
-    *,
-    exact_dtypes: bool = False,
-    rtol: float = DEFAULT_RTOL,
-    atol: float = DEFAULT_ATOL,
-) -> str | None:
-    """Return a sentence on the first difference of two answers, or None if they are the same.
-
-    Parameters
-    ----------
-    got, expected, ordered_by, exact_dtypes, rtol, atol
-        As for :func:`assert_same_answer`.
 
     Returns
     -------
@@ -93,12 +57,12 @@ def first_difference(
     if len(got) != len(expected):
         return f"{len(got)} rows, expected {len(expected)}"
     for name in ordered_by or ():
-        row = _first_unequal(got[name], expected[name], rtol, atol)
+        row = _first_unequal(got[name], expected[name])
         if row is not None:
             return _sentence(f"in order, row {row}", got[name], expected[name], row)
     left_rows, right_rows = _canonical(got), _canonical(expected)
     for name in got.columns:
-        row = _first_unequal(left_rows[name], right_rows[name], rtol, atol)
+        row = _first_unequal(left_rows[name], right_rows[name])
         if row is not None:
             return _sentence(f"row {row} once sorted", left_rows[name], right_rows[name], row)
     return None
@@ -134,13 +98,12 @@ def _values(column: pd.Series) -> np.ndarray:
     return values
 
 
-def _first_unequal(left: pd.Series, right: pd.Series, rtol: float, atol: float) -> int | None:
+def _first_unequal(left: pd.Series, right: pd.Series) -> int | None:
     """Return the position of the first pair of unequal values, or None."""
     a, b = _values(left), _values(right)
     if "f" in (a.dtype.kind, b.dtype.kind):
-        equal = np.isclose(
-            a.astype("float64"), b.astype("float64"), rtol=rtol, atol=atol, equal_nan=True
-        )
+        one, other = a.astype("float64"), b.astype("float64")
+        equal = np.isclose(one, other, rtol=_RTOL, atol=_ATOL, equal_nan=True)
     else:
         equal = np.asarray(a == b, dtype=bool)
         if a.dtype.kind == "M":

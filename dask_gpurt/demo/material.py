@@ -121,18 +121,7 @@ def write_parts(table: pa.Table, directory: Path, n_files: int) -> None:
 
 
 def part_name(index: int) -> str:
-    """Return the file name of the ``index``-th part of a table.
-
-    Parameters
-    ----------
-    index
-        Position of the part, from 0.
-
-    Returns
-    -------
-    str
-        A name padded with zeros, so that names sort like positions.
-    """
+    """Return the file name of a part of a table. Names sort like positions, from 0."""
     return f"part-{index:04d}.parquet"
 
 

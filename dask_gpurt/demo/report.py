@@ -64,45 +64,18 @@ _WIDTH, _LEFT, _RIGHT, _STEP, _BAR, _TOP = 860, 240, 60, 24, 15, 28
 
 
 def write_json(report: DemoReport, path: str | os.PathLike[str]) -> None:
-    """Write a report as JSON.
-
-    Parameters
-    ----------
-    report
-        Result of :func:`dask_gpurt.demo.runner.run_demo`.
-    path
-        File to write; replaced if it exists.
-    """
+    """Write a report as JSON. A file at `path` is replaced."""
     text = json.dumps(report.to_dict(), indent=2, allow_nan=False)
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def write_html(report: DemoReport, path: str | os.PathLike[str]) -> None:
-    """Write a report as one self-contained HTML page.
-
-    Parameters
-    ----------
-    report
-        Result of :func:`dask_gpurt.demo.runner.run_demo`.
-    path
-        File to write; replaced if it exists.
-    """
+    """Write a report as one self-contained HTML page. A file at `path` is replaced."""
     Path(path).write_text(html_page(report), encoding="utf-8")
 
 
 def html_page(report: DemoReport) -> str:
-    """Return the page that :func:`write_html` writes.
-
-    Parameters
-    ----------
-    report
-        Result of :func:`dask_gpurt.demo.runner.run_demo`.
-
-    Returns
-    -------
-    str
-        A complete document.
-    """
+    """Return the page that :func:`write_html` writes."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,35 +281,8 @@ def _processor() -> str:
     return platform.processor()
 
 
-def growth(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return the growth of each counter.
-
-    Parameters
-    ----------
-    before, after
-        Two readings of the same counters.
-
-    Returns
-    -------
-    dict
-        One entry per counter of ``after``.
-    """
-    return {name: int(value) - int(before.get(name, 0)) for name, value in after.items()}
-
-
 def format_nbytes(nbytes: int) -> str:
-    """Return a size with a unit, such as "3.1 MB".
-
-    Parameters
-    ----------
-    nbytes
-        Number of bytes.
-
-    Returns
-    -------
-    str
-        In powers of 1000.
-    """
+    """Return a size with a unit in powers of 1000, such as "3.1 MB"."""
     size = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:

@@ -29,9 +29,9 @@ from dask_gpurt.demo.results import (
     DemoReport,
     Row,
     describe_machine,
-    growth,
     verdict,
 )
+from dask_gpurt.metrics import since
 
 #: Reads the runtime's counters of a cluster; empty for a cluster without counters.
 ReadTotals = Callable[[Client], Mapping[str, int]]
@@ -265,7 +265,7 @@ def _timed_run(
         return None
     times.append(time.perf_counter() - start_s)
     if read:
-        grown = growth(before, read(side.client))
+        grown = since(before, read(side.client))
         (row.enabled_totals if side.is_enabled else row.stock_totals).update(grown)
     return answer
 
@@ -310,15 +310,7 @@ _STYLES = {"faster": "green", "slower": "red", "same": "", "none": "red"}
 
 
 def print_table(report: DemoReport, console: Console) -> None:
-    """Print one line per query, including slower ones, and the totals.
-
-    Parameters
-    ----------
-    report
-        Result of :func:`run_demo`.
-    console
-        Output console.
-    """
+    """Print one line per query, including slower ones, and the totals."""
     # Everything fits into 80 columns, the default width of a terminal.
     table = Table(
         title="stock Dask against Dask with dask_gpurt",

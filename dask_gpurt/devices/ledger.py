@@ -1,8 +1,8 @@
 """A ledger of copies and computations, and a measure of how much of them overlapped.
 
 An entry is one piece of work of one lane: a copy, a pack, a write to disk, a kernel. The ledger
-keeps the newest entries. `overlap` turns entries into a number. It is 0
-if the lanes worked one after the other, and 1 if the total time is that of the busiest lane.
+keeps the newest entries. `overlap` turns entries into a number: 0 if the lanes worked one after the
+other, and 1 if the total time is that of the busiest lane.
 """
 
 from __future__ import annotations
@@ -127,26 +127,16 @@ class Overlap:
     efficiency: float | None
 
 
-def overlap(entries: Iterable[LedgerEntry], measured_s: float | None = None) -> Overlap:
-    """Measure how well lanes overlapped.
-
-    Parameters
-    ----------
-    entries
-        Entries of the period.
-    measured_s
-        Length of the period, if the caller knows it. By default it is the time from the first start
-        to the last end. Idle gaps are part of it.
-    """
+def overlap(entries: Iterable[LedgerEntry]) -> Overlap:
+    """Measure how well lanes overlapped, from the first start to the last end, gaps included."""
     lanes: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         lanes.setdefault(entry.lane, []).append(entry)
+    every = [entry for found in lanes.values() for entry in found]
+    first_s = min((entry.start_s for entry in every), default=0.0)
+    last_s = max((entry.end_s for entry in every), default=0.0)
     parts_s = {lane: _busy_s(found) for lane, found in sorted(lanes.items())}
-    if measured_s is None:
-        every = [entry for found in lanes.values() for entry in found]
-        first_s = min((entry.start_s for entry in every), default=0.0)
-        measured_s = max((entry.end_s for entry in every), default=0.0) - first_s
-    return overlap_of_parts(parts_s, measured_s)
+    return overlap_of_parts(parts_s, last_s - first_s)
 
 
 def overlap_of_parts(parts_s: dict[str, float], measured_s: float) -> Overlap:

@@ -56,7 +56,7 @@ from dask_gpurt.frames.reconciling import (
     with_casts,
     with_missing_like_meta,
 )
-from dask_gpurt.frames.sections import arrow_sections
+from dask_gpurt.frames.sections import arrow_sections, read_batch
 
 
 def _write_stream(sink: Any, batch: pa.RecordBatch) -> None:
@@ -217,11 +217,7 @@ class PandasFrames:
         arrow_end = fixed_nbytes + packed.arrow_nbytes
         batch = None
         if packed.arrow_nbytes:
-            try:
-                with pa.ipc.open_stream(pa.py_buffer(buffer[fixed_nbytes:arrow_end])) as reader:
-                    batch = reader.read_next_batch()
-            except (pa.ArrowException, OSError, StopIteration) as error:
-                raise ValueError(f"damaged Arrow section in a shard: {error}") from error
+            batch = read_batch(buffer[fixed_nbytes:arrow_end])
         objects = []
         if packed.pickle_nbytes:
             data = buffer[arrow_end:].data

@@ -1,14 +1,32 @@
-"""Sections of Arrow columns in a packed shard, for compression. This module does not compress."""
+"""The Arrow section of a packed shard: how to read it, and its parts for compression.
+
+This module does not compress.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dask_gpurt.frames.adapter import Section
+
+
+def read_batch(section: npt.NDArray[np.uint8]) -> pa.RecordBatch:
+    """Return the record batch in an Arrow section.
+
+    Raises
+    ------
+    ValueError
+        The bytes are not a stream of one record batch.
+    """
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(section)) as reader:
+            return reader.read_next_batch()
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise ValueError(f"damaged Arrow section in a shard: {error}") from error
 
 
 def arrow_sections(
@@ -32,36 +50,31 @@ def arrow_sections(
         The bytes are not a stream of one record batch.
     """
     stream = buffer[offset : offset + nbytes]
-    try:
-        with pa.ipc.open_stream(pa.py_buffer(stream)) as reader:
-            batch = reader.read_next_batch()
-    except (pa.ArrowException, OSError, StopIteration) as error:
-        raise ValueError(f"damaged Arrow section in a shard: {error}") from error
     first = stream.ctypes.data
     found: list[Section] = []
-    for name, column in zip(names, batch.columns, strict=True):
+    for name, column in zip(names, read_batch(stream).columns, strict=True):
         for what, part, itemsize in _parts(column):
             start = offset + part.address - first
             # Columns may share a buffer. A column may also own an empty one outside the stream.
             if offset <= start and start + part.size <= offset + nbytes and part.size:
                 found.append((f"{name} {what}", start, part.size, itemsize))
-    return list(_covering(sorted(found, key=lambda s: s[1]), offset, offset + nbytes))
+    return list(covering(found, offset, offset + nbytes, "arrow metadata"))
 
 
-def _covering(found: list[Section], start: int, stop: int) -> Iterator[Section]:
-    """Yield the sections without overlaps, and fill the gaps."""
-    position, gaps = start, 0
-    for section in found:
+def covering(found: Iterable[Section], start: int, stop: int, gap: str) -> Iterator[Section]:
+    """Yield the sections in order and without overlaps, and those of a name for the gaps."""
+    position, n_gaps = start, 0
+    for section in sorted(found, key=lambda one: one[1]):
         _, offset, nbytes, _ = section
         if offset < position:
-            continue
+            continue  # columns may share a buffer
         if offset > position:
-            yield (f"arrow metadata {gaps}", position, offset - position, 1)
-            gaps += 1
+            yield (f"{gap} {n_gaps}", position, offset - position, 1)
+            n_gaps += 1
         yield section
         position = offset + nbytes
     if stop > position:
-        yield (f"arrow metadata {gaps}", position, stop - position, 1)
+        yield (f"{gap} {n_gaps}", position, stop - position, 1)
 
 
 def _parts(column: pa.Array) -> Iterator[tuple[str, pa.Buffer, int]]:

@@ -36,13 +36,10 @@ class VirtualClock:
     ----------
     now_s
         Seconds since the simulation began.
-    done_count
-        Number of events done so far.
     """
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.done_count = 0
         self._queue: list[tuple[float, int, ClockEvent]] = []
         self._sequence = itertools.count()
 
@@ -63,7 +60,6 @@ class VirtualClock:
             if event.cancelled:
                 continue
             self.now_s = when_s
-            self.done_count += 1
             event.do()
             return True
         return False

@@ -11,6 +11,7 @@
         switches: [pcie0]
         links:
           - {between: [gpu*, pcie0], kind: pcie, bandwidth: 55 GB/s, latency: 2 us}
+          - {between: [mlx0, pcie0], kind: pcie, bandwidth: 25 GB/s, latency: 2 us}
     switches: [fabric]
     links:
       - {between: [box/mlx0, fabric], kind: ethernet, bandwidth: 100 Gb/s, latency: 5 us}
@@ -46,8 +47,9 @@ from dask_gpurt.topology.model import (
 )
 from dask_gpurt.topology.yaml_tree import YamlSection
 
-#: Most characters in a description; real ones are shorter.
-MAX_NCHARS = 4_000_000
+#: Most characters in a description: as many as `gpurt.topology.file` may have, which is enough for
+#: 6,000 hosts of eight GPUs.
+MAX_NCHARS = 2**24
 #: Most links that patterns may expand to.
 MAX_LINKS = 100_000
 

@@ -153,11 +153,11 @@ def _bound(
 
 
 def shifts(
-    limits: Mapping[tuple[int, int], tuple[float, float]],
-    errors_s: Sequence[float],
-    fixed: int = 0,
+    limits: Mapping[tuple[int, int], tuple[float, float]], errors_s: Sequence[float]
 ) -> list[float]:
     """Return small shifts of clocks that respect the order of messages as far as possible.
+
+    The clock of process 0, the scheduler, stays.
 
     Parameters
     ----------
@@ -167,11 +167,9 @@ def shifts(
         contradicts itself; both count half.
     errors_s
         Bounds of errors of the clocks. The less certain clock moves more.
-    fixed
-        Process whose clock stays.
     """
     found = [0.0] * len(errors_s)
-    share = [0.0 if one == fixed else max(s, _LEAST_S) for one, s in enumerate(errors_s)]
+    share = [0.0, *(max(s, _LEAST_S) for s in errors_s[1:])]
     least = inf
     n_in_vain = 0
     for _ in range(_MOST_ROUNDS):

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_gpurt.demo.answers import AnswersDiffer, assert_same_answer, first_difference
+from dask_gpurt.demo.answers import first_difference
 
 
 @pytest.fixture
@@ -102,8 +102,3 @@ def test_columns_must_be_the_same(answer: pd.DataFrame) -> None:
 
 def test_empty_answers_are_equal() -> None:
     assert first_difference(pd.DataFrame({"x": []}), pd.DataFrame({"x": ["a"]}).head(0)) is None
-
-
-def test_assertion_error_carries_the_described_difference(answer: pd.DataFrame) -> None:
-    with pytest.raises(AnswersDiffer, match="3 rows, expected 4"):
-        assert_same_answer(answer.head(3), answer, ["total"])

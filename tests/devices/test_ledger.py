@@ -14,7 +14,14 @@ from dask_gpurt.devices.device import Priority
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.emulated.engines import Rate
 from dask_gpurt.devices.emulated.queues import Engine
-from dask_gpurt.devices.ledger import WAITING, Ledger, LedgerEntry, Overlap, overlap
+from dask_gpurt.devices.ledger import (
+    WAITING,
+    Ledger,
+    LedgerEntry,
+    Overlap,
+    overlap,
+    overlap_of_parts,
+)
 
 
 def entry(lane, start_s, end_s, path="", nbytes=0):
@@ -109,8 +116,7 @@ def test_empty_ledger_has_no_efficiency():
 
 
 def test_overlap_uses_the_given_duration():
-    entries = [entry("a", 0, 4), entry("b", 0, 4)]
-    assert overlap(entries, 6.0).efficiency == 0.5
+    assert overlap_of_parts({"a": 4.0, "b": 4.0}, 6.0).efficiency == 0.5
 
 
 spans = st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20))

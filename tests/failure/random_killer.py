@@ -38,7 +38,7 @@ from distributed import Client, WorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.demo import tpch_data, tpch_queries, tpch_sql
-from dask_gpurt.demo.answers import assert_same_answer
+from dask_gpurt.demo.answers import first_difference
 from dask_gpurt.demo.material import connect_views
 from tests.failure import gates
 from tests.failure.gates import DEADLINE_S, until
@@ -236,7 +236,8 @@ class Arena:
         }
         self._killer.arm(plan, pids[plan.who if plan else "worker"])
         got = self._in_time(query, plan)
-        assert_same_answer(got, self._expected(query), tpch_sql.ORDERED_BY[query])
+        difference = first_difference(got, self._expected(query), tpch_sql.ORDERED_BY[query])
+        assert difference is None, difference
         return self._n_runs() - before
 
     def _in_time(self, query: int, plan: Kill | None) -> pd.DataFrame:

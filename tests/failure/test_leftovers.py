@@ -15,7 +15,7 @@ from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.conftest import stock_client
 from tests.failure.gates import DEADLINE_S
 from tests.failure.leftovers import left_on, links_to_nobody, ucx_report
-from tests.transport.ucx_peer import open_door
+from tests.transport.ucx_peer import invite_anybody
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_leftover_check_sees_ucx_links_to_closed_engines(client: Client) -> None
     others: list[UcxEngine] = []
 
     async def link(worker: Any) -> None:
-        others.append(await open_door(await UcxEngine.start("127.0.0.1")))
+        others.append(await invite_anybody(await UcxEngine.start("127.0.0.1")))
         engine = await runtime_of(worker).links.ucx.engine()
         await engine.connect(others[0].descriptor, DEADLINE_S)
 

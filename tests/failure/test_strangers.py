@@ -48,12 +48,12 @@ def test_ucx_listens_where_the_worker_does():
 #: A program with an inheritable pipe, an epoll and only one thread.
 LOOKING_FOR_SOCKETS = """
 import os, select
-from dask_gpurt.transport.ucx import door
+from dask_gpurt.transport.ucx import listening_sockets
 reader, _ = os.pipe()
 os.set_inheritable(reader, True)
 epoll = select.epoll()
 before = os.listdir("/proc/self/fd")
-door.listening()
+listening_sockets.listening()
 after = os.listdir("/proc/self/fd")
 assert after == before, (before, after)
 """
@@ -65,7 +65,7 @@ def test_search_for_ucx_sockets_leaves_nothing_open():
     subprocess.run([sys.executable, "-c", LOOKING_FOR_SOCKETS], check=True, timeout=HANG_S)
 
 
-def closing_of_the_door(engine):
+def closing_of_the_sockets(engine):
     """Return an event that is set once no peer is expected and every stranger is gone."""
     closed, loop, board = asyncio.Event(), asyncio.get_running_loop(), engine._board
     lose_strangers = board._lose_unverified
@@ -82,11 +82,11 @@ def test_only_an_announced_peer_may_connect():
     async def scenario():
         one, other = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
         stranger = await UcxEngine.start("127.0.0.1")
-        assert not other._board.guests.any_expected
-        closed = closing_of_the_door(other)
+        assert not other._board.invited.any_expected
+        closed = closing_of_the_sockets(other)
         await one.connect(await other.invite(one.token, PATIENCE_S), PATIENCE_S)
         await asyncio.wait_for(closed.wait(), PATIENCE_S)
-        assert not other._board.guests.any_expected
+        assert not other._board.invited.any_expected
         with pytest.raises(TransportError):
             await stranger.connect(other.descriptor, 0.2)
         assert list(other.report()["peers"]) == [one.token]
@@ -99,13 +99,13 @@ def test_only_an_announced_peer_may_connect():
 def test_unauthenticated_connection_is_closed():
     async def scenario():
         engine, caller = [await UcxEngine.start("127.0.0.1") for _ in range(2)]
-        closed = closing_of_the_door(engine)
+        closed = closing_of_the_sockets(engine)
         await engine.invite("0" * 32, 0.5)
         wrong = {**engine.descriptor, "key": os.urandom(16).hex()}
         with pytest.raises(TransportError):
             await caller.connect(wrong, PATIENCE_S)
         await asyncio.wait_for(closed.wait(), PATIENCE_S)
-        assert not engine._board._unverified and not engine._board.guests.any_expected
+        assert not engine._board._unverified and not engine._board.invited.any_expected
         assert not engine.report()["peers"]
         for one in (engine, caller):
             await one.close(PATIENCE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from fnmatch import fnmatchcase
 
 import pytest
@@ -202,3 +203,10 @@ def test_number_of_links_from_patterns_is_bounded():
     text = yaml.safe_dump({"hosts": [{"name": "h", "numa": nodes, "links": links}]})
     with pytest.raises(ConfigError, match="makes more than"):
         description.parse(text)
+
+
+def test_the_example_in_the_docstring_is_a_description():
+    text = re.search("::\n(.*?)\n\nEnds of links", description.__doc__, re.DOTALL)[1]
+    found = description.parse(textwrap.dedent(text), "docstring")
+    assert [host.name for host in found.hosts] == ["box"]
+    assert {"box/gpu0", "box/mlx0", "fabric"} <= {end for link in found.links for end in link.ends}

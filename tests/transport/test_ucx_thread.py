@@ -18,7 +18,7 @@ import pytest
 from dask_gpurt.errors import TransportError
 from dask_gpurt.transport.ucx.engine import UcxEngine
 from dask_gpurt.transport.ucx.thread import UcxThread
-from tests.transport.ucx_peer import PATIENCE_S, open_door
+from tests.transport.ucx_peer import PATIENCE_S, invite_anybody
 from tests.transport.ucx_processes import over_both
 
 pytest.importorskip("ucxx", reason="the ucx extra is not installed")
@@ -85,14 +85,14 @@ def test_ended_thread_refuses_calls():
 def test_closed_engine_refuses_calls_and_leaves_its_thread():
     async def scenario():
         options = {"TLS": "tcp,self"}  # no other test uses these
-        closed = await open_door(await UcxEngine.start("127.0.0.1", options))
+        closed = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         await closed.close(PATIENCE_S)
-        caller = await open_door(await UcxEngine.start("127.0.0.1"))
+        caller = await invite_anybody(await UcxEngine.start("127.0.0.1"))
         # UCX still listens: freeing a listener during a connection crashes the process.
         with pytest.raises(TransportError, match="UCX link to"):
             await caller.connect(closed.descriptor, PATIENCE_S)
         n_threads = threading.active_count()
-        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         assert threading.active_count() == n_threads
         assert engine.descriptor["port"] == closed.descriptor["port"]
         with pytest.raises(TransportError, match="another engine answered"):
@@ -107,7 +107,7 @@ def test_closed_engine_refuses_calls_and_leaves_its_thread():
         np.testing.assert_array_equal(*buffers)
         assert closed.report()["peers"] == {} and engine.report()["peers"] == {caller.token: 1}
         # While the thread is in use, another engine gets a new one.
-        other = await open_door(await UcxEngine.start("127.0.0.1", options))
+        other = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         assert other.descriptor["port"] != engine.descriptor["port"]
         for one in (engine, other, caller):
             await one.close(PATIENCE_S)
@@ -136,7 +136,7 @@ def test_engine_reports_exhausted_process_limits(monkeypatch, what, error):
             without.setattr(f"dask_gpurt.transport.ucx.thread.{what}", refuse)
             with pytest.raises(TransportError, match=f"UCX does not start: .*{error.args[-1]}"):
                 await UcxEngine.start("127.0.0.1", options)
-        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         await engine.close(PATIENCE_S)
 
     asyncio.run(scenario())
@@ -145,10 +145,10 @@ def test_engine_reports_exhausted_process_limits(monkeypatch, what, error):
 def test_a_thread_that_failed_serves_no_further_engine():
     async def scenario():
         options = {"TLS": "self,tcp"}  # no other test uses these
-        engine = await open_door(await UcxEngine.start("127.0.0.1", options))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         engine._session.call(fail)
         await asyncio.wrap_future(engine._session.finished)
-        other = await open_door(await UcxEngine.start("127.0.0.1", options))
+        other = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
         assert other.descriptor["port"] != engine.descriptor["port"]
         await other.close(PATIENCE_S)
 
@@ -157,7 +157,7 @@ def test_a_thread_that_failed_serves_no_further_engine():
 
 def test_closing_abandons_a_stuck_thread_that_continues():
     async def scenario():
-        engine = await open_door(await UcxEngine.start("127.0.0.1"))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1"))
         stuck, may_go_on = threading.Event(), threading.Event()
         engine._session.call(lambda: (stuck.set(), may_go_on.wait(PATIENCE_S)))
         try:
@@ -179,7 +179,7 @@ def fail():
 
 def test_thread_error_is_raised_in_pending_and_later_calls():
     async def scenario():
-        engine = await open_door(await UcxEngine.start("127.0.0.1"))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1"))
         await engine.connect(engine.descriptor, PATIENCE_S)
         buffer = np.zeros(10, dtype=np.uint8)
         waiting = asyncio.create_task(engine.receive(engine.token, 1, [buffer], PATIENCE_S))
@@ -200,7 +200,7 @@ def test_thread_error_is_raised_in_pending_and_later_calls():
 
 def test_an_error_of_one_call_is_raised_in_its_caller(monkeypatch):
     async def scenario():
-        engine = await open_door(await UcxEngine.start("127.0.0.1"))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1"))
         monkeypatch.setattr(engine._board, "send", lambda *args: fail())
         # Several, because some calls are added while the thread ends.
         sends = [engine.send("peer", number, [], PATIENCE_S) for number in range(3)]
@@ -321,15 +321,15 @@ print(len({asyncio.run(port()) for _ in range(3)}))
 
 
 def test_engines_that_start_at_once_filter_their_own_sockets():
-    """The door of one engine must not drop the connections that another engine waits for."""
+    """Closed sockets of one engine must not drop the connections that another one waits for."""
     # Options that no other test has, so that each engine gets a new UCX context.
     sessions = [UcxThread.begin("127.0.0.1", {"TCP_RX_SEG_SIZE": f"{65 + n}k"}) for n in range(4)]
     try:
         for session in sessions:
             session.started.result(PATIENCE_S)
-        doors = [set(session._thread._door._fds) for session in sessions]
-        assert all(doors)
-        assert len(set.union(*doors)) == sum(map(len, doors))
+        sockets = [set(session._thread._sockets._fds) for session in sessions]
+        assert all(sockets)
+        assert len(set.union(*sockets)) == sum(map(len, sockets))
     finally:
         for session in sessions:
             session.close()

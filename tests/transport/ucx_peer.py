@@ -25,7 +25,7 @@ def content(number: int, sizes: list[int]) -> list[np.ndarray]:
     ]
 
 
-async def open_door(engine: UcxEngine) -> UcxEngine:
+async def invite_anybody(engine: UcxEngine) -> UcxEngine:
     """Make an engine admit any peer that knows its key, for the duration of a test."""
     await engine.invite("0" * 32, 600)
     return engine
@@ -66,7 +66,7 @@ async def answer(engine: UcxEngine, command: dict, obey: Callable) -> None:
 
 async def main(obey: Callable = obey) -> None:
     engine = await UcxEngine.start("127.0.0.1", json.loads(sys.argv[1]))
-    await open_door(engine)
+    await invite_anybody(engine)
     print(json.dumps(engine.descriptor), flush=True)
     tasks = set()
     while line := await asyncio.to_thread(sys.stdin.readline):

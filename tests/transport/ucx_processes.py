@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from dask_gpurt.transport.ucx.engine import UcxEngine
-from tests.transport.ucx_peer import PATIENCE_S, exchange, open_door
+from tests.transport.ucx_peer import PATIENCE_S, exchange, invite_anybody
 
 ROOT = pathlib.Path(__file__).parents[2]
 PEER = ROOT / "tests" / "transport" / "ucx_peer.py"
@@ -97,7 +97,7 @@ async def other_process(options=None, script=PEER, environment=os.environ, argum
 
 @contextlib.asynccontextmanager
 async def engine_here(options=None):
-    engine = await open_door(await UcxEngine.start("127.0.0.1", options))
+    engine = await invite_anybody(await UcxEngine.start("127.0.0.1", options))
     try:
         yield engine
     finally:

@@ -123,8 +123,8 @@ class PinnedPool:
     block_nbytes
         Size of a block.
     pin
-            Returns memory of the given size, pinned if that is possible. It is slow, so the pool
-            calls it without a lock held, once for all blocks that a request lacks.
+        Returns memory of the given size, pinned if that is possible. It is slow, so the pool calls
+        it without a lock held, once for all blocks that a request lacks.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class Rechunking:
     Raises
     ------
     ValueError
-            The two do not describe one array.
+        The two do not describe one array.
     """
 
     def __init__(self, old: Sequence[Sequence[float]], new: Sequence[Sequence[float]]) -> None:

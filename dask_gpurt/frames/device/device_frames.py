@@ -34,6 +34,7 @@ from dask_gpurt.frames.adapter import (
 )
 from dask_gpurt.frames.device import device_contents
 from dask_gpurt.frames.device.device_contents import DeviceColumn
+from dask_gpurt.frames.sections import covering
 
 _VERSION = 1
 
@@ -350,7 +351,7 @@ class DeviceFrames:
 def _sections(
     columns: Sequence[DeviceColumn], total_nbytes: int, contents_nbytes: int
 ) -> Iterator[Section]:
-    """Yield the buffers of packed columns, and the gaps between them."""
+    """Return the buffers of packed columns, and the gaps between them."""
     found: list[Section] = []
 
     def add(column: DeviceColumn, name: str) -> None:
@@ -366,14 +367,5 @@ def _sections(
 
     for number, column in enumerate(columns):
         add(column, f"column {number}")
-    end = total_nbytes - contents_nbytes
-    position = n_gaps = 0
-    for section in [*sorted(found, key=lambda one: one[1]), ("contents", end, contents_nbytes, 1)]:
-        _, offset, nbytes, _ = section
-        if offset < position:
-            continue  # columns may share a buffer
-        if offset > position:
-            yield (f"padding {n_gaps}", position, offset - position, 1)
-            n_gaps += 1
-        yield section
-        position = offset + nbytes
+    found.append(("contents", total_nbytes - contents_nbytes, contents_nbytes, 1))
+    return covering(found, 0, total_nbytes, "padding")

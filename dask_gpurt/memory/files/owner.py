@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
+from dask_gpurt.system_calls import process_start
+
 #: Process id namespace of a system outside of all containers: a constant of Linux.
 SYSTEM_NAMESPACE = 0xEFFFFFFC
 #: Most bytes that are read of a record.
@@ -187,12 +189,9 @@ def this_process(is_locked: bool, device: int) -> Owner | None:
 def started(pid: int) -> int | None:
     """Return when a process started, in ticks since the boot; None if it does not run."""
     try:
-        status = _text(f"/proc/{pid}/stat")
+        return int(process_start(pid))
     except OSError:
         return None
-    # The name in parentheses may contain anything, so the search begins at the end.
-    state, *numbers = status[status.rindex(")") + 2 :].split()
-    return None if state in "ZX" else int(numbers[18])
 
 
 def _text(path: str) -> str:

@@ -2,6 +2,6 @@
 
 A worker's event loop uses an `engine`. Its `thread` alone calls UCX: it drives a `switchboard`,
 which has the links to peers (`links`) and their transfers (`posted_transfers`). `context` opens
-UCX; `door` and `guests` restrict who may connect; `protocol` encodes greetings and envelopes; and
-`sink` receives what nobody wants.
+UCX; `listening_sockets` and `invited_peers` restrict who may connect; `protocol` encodes greetings
+and envelopes; and `unwanted_parcels` receives data that nobody asked for.
 """

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from dask_gpurt.transport.ucx.door import Door, listening, move
+from dask_gpurt.transport.ucx.listening_sockets import ListeningSockets, listening, move
 
 #: Held while a context makes its sockets: those that were not there before. Two contexts that start
-#: together would each count the other's sockets too, and close both doors with their own.
+#: together would each count the other's sockets too, and close both sets with their own.
 _making_sockets = threading.Lock()
 #: Values by which UCX's options are switched off.
 _OFF = ("n", "no", "off", "0")
@@ -70,7 +70,7 @@ class UcxContext:
         for fd, port in sockets.items():
             if port == self.port and self.host:
                 self.port = move(fd, self.host) or self.port
-        self.door = Door(sockets)
+        self.sockets = ListeningSockets(sockets)
 
     def array(self, buffer: Any) -> Any:
         """Wrap a buffer for `ucxx`. For the first one on a device, make the device current.
@@ -92,7 +92,7 @@ class UcxContext:
 
 
 def load(options: Mapping[str, str], host: str = "") -> UcxContext:
-    """Load UCX, and listen with the door closed.
+    """Load UCX, and listen with the sockets closed to connections.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ import numpy as np
 
 from dask_gpurt.errors import LateError, ProtocolError, TransportError
 from dask_gpurt.transport.forked import guard
-from dask_gpurt.transport.ucx.door import devices_for
 from dask_gpurt.transport.ucx.links import reject
+from dask_gpurt.transport.ucx.listening_sockets import devices_for
 from dask_gpurt.transport.ucx.protocol import (
     LEAST_DEVICE_NBYTES,
     N_NUMBERS,

@@ -30,7 +30,7 @@ import numpy as np
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.transport.ucx import links
 from dask_gpurt.transport.ucx.context import UcxContext
-from dask_gpurt.transport.ucx.guests import Guests
+from dask_gpurt.transport.ucx.invited_peers import InvitedPeers
 from dask_gpurt.transport.ucx.links import Peer, Receive, Send, Transfer, UcxLink, reject, resolve
 from dask_gpurt.transport.ucx.posted_transfers import PostedTransfers
 from dask_gpurt.transport.ucx.protocol import (
@@ -45,7 +45,7 @@ from dask_gpurt.transport.ucx.protocol import (
     read_tag,
     seal,
 )
-from dask_gpurt.transport.ucx.sink import Sink
+from dask_gpurt.transport.ucx.unwanted_parcels import UnwantedParcels
 
 #: Limit of unverified connections; a further one replaces the oldest.
 _N_UNVERIFIED = 16
@@ -86,8 +86,8 @@ class Switchboard:
         #: Closing endpoints, with the requests that complete when they are closed.
         self._closing: list[tuple[Any, Any]] = []
         self.is_closing = False
-        self.guests = Guests(ucx.door)
-        self._sink = Sink(ucx, self.counters, self._transfers.add)
+        self.invited = InvitedPeers(ucx.sockets)
+        self._unwanted = UnwantedParcels(ucx, self.counters, self._transfers.add)
         self._token, key = os.urandom(TOKEN_NBYTES).hex(), os.urandom(TOKEN_NBYTES).hex()
         self.descriptor = Descriptor(host, ucx.port, self._token, key)
 
@@ -126,12 +126,12 @@ class Switchboard:
 
     def invite(self, token: str, deadline_s: float, future: Future[None]) -> None:
         """Allow the engine of that token to connect within this time."""
-        self.guests.expect(token, monotonic() + deadline_s)
+        self.invited.expect(token, monotonic() + deadline_s)
         resolve(future)
 
     def poll(self) -> None:
         """Process the results of UCX's progress."""
-        if self.guests.poll(monotonic()):
+        if self.invited.poll(monotonic()):
             self._lose_unverified("no expected peer connected in time")
         while self._ucx.callers:
             self._accept(self._ucx.callers.popleft())
@@ -187,7 +187,7 @@ class Switchboard:
             link = peer.connecting = self._new_link(descriptor)
             link.waiters.append(future)
             # The peer's UCX connects back for a part of its transports.
-            self.guests.expect(descriptor.token, monotonic() + _LINK_S)
+            self.invited.expect(descriptor.token, monotonic() + _LINK_S)
             try:
                 self._attach(link, self._ucx.endpoint_to(descriptor.host, descriptor.port))
                 self._greet(link, Greeting(self._token, descriptor.key, link.channel))
@@ -215,7 +215,7 @@ class Switchboard:
             self._closing.append((endpoint, endpoint.close()))
 
     def _accept(self, request: int) -> None:
-        if self.is_closing or not self.guests.any_expected:
+        if self.is_closing or not self.invited.any_expected:
             self._reject_caller(request)
             return
         callers = [link for link in self._unverified.values() if link.descriptor is None]
@@ -251,7 +251,7 @@ class Switchboard:
         link.peer = peer
         peer.links.append(link)
         self.counters["links_made"] += 1
-        self.guests.settle(greeting.token, monotonic())
+        self.invited.settle(greeting.token, monotonic())
         if link.descriptor is None:
             # Until this arrives, the peer sends nothing, so nothing arrives before it is admitted.
             self._greet(link, Greeting(self._token, _NOBODY, link.channel))
@@ -275,7 +275,7 @@ class Switchboard:
             self.problems.append(message)
         self.counters["links_lost"] += 1
         for probe in chain.from_iterable(link.arrived.values()):
-            self._sink.drop(probe, link)
+            self._unwanted.drop(probe, link)
         link.receives.clear()
         waiting = self._remove_from_peer(link)
         # Last: callers that are told must find the link gone.
@@ -396,13 +396,13 @@ class Switchboard:
         known = link or self._draining.get(channel)
         if known is None or not (known.peer or known.is_ours):
             self._lose_unverified("it sent a message before it identified itself")
-            self._sink.refuse(probe)
+            self._unwanted.refuse(probe)
         elif link is None:
-            self._sink.drop(probe, known)
+            self._unwanted.drop(probe, known)
         elif is_retraction:
-            self._sink.drop(probe, link)
+            self._unwanted.drop(probe, link)
             for unwanted in link.take_arrived(number):
-                self._sink.drop(unwanted, link)
+                self._unwanted.drop(unwanted, link)
             if link.peer is not None:
                 self._retracted(link.peer, number)
         elif number in link.receives:
@@ -411,7 +411,7 @@ class Switchboard:
             self._bind(link, link.peer.waiting.pop(number))
             self._take(link, link.receives[number], probe)
         elif link.peer is not None and link.peer.refuses(number):
-            self._sink.drop(probe, link)
+            self._unwanted.drop(probe, link)
         else:
             link.arrived.setdefault(number, []).append(probe)
             link.n_arrived += 1
@@ -428,7 +428,7 @@ class Switchboard:
     def _take(self, link: UcxLink, receive: Receive, probe: Any) -> None:
         """Receive a parcel into its destination, if it has exactly the expected length."""
         if receive.is_failed or receive.is_posted:
-            self._sink.drop(probe, link)
+            self._unwanted.drop(probe, link)
             return
         parcel = receive.parcels[receive.n_posted]
         if probe.length != len(parcel):
@@ -436,7 +436,7 @@ class Switchboard:
                 f"message {receive.number}: parcel {receive.n_posted} has {probe.length} bytes "
                 f"where {len(parcel)} were announced"
             )
-            self._sink.drop(probe, link)
+            self._unwanted.drop(probe, link)
             self._transfers.fail(receive, problem)
             return
         # Checked above: by handle UCX would write as many bytes as were sent.

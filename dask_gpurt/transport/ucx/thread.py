@@ -28,7 +28,7 @@ from typing import ClassVar
 from dask_gpurt.errors import TransportError
 from dask_gpurt.system_calls import Wakeup
 from dask_gpurt.transport.ucx import context
-from dask_gpurt.transport.ucx.door import Door
+from dask_gpurt.transport.ucx.listening_sockets import ListeningSockets
 from dask_gpurt.transport.ucx.switchboard import Switchboard
 
 #: While closing: the interval at which UCX is polled for dropped transfers, and the number of
@@ -149,7 +149,7 @@ class UcxThread:
 
     def __init__(self, host: str, options: Mapping[str, str]) -> None:
         self._host, self._options = host, dict(options)
-        self._door: Door | None = None
+        self._sockets: ListeningSockets | None = None
         self._made_of: object = None
         self._session: Session | None = None
         #: The last session's switchboard. If a peer hung, it holds memory that may still be
@@ -216,8 +216,8 @@ class UcxThread:
         cls._is_forked = cls._is_forked or bool(cls._begun)
         for thread in cls._begun:
             atexit.unregister(thread._exit)
-            if thread._door is not None:
-                thread._door.leave_to_parent()
+            if thread._sockets is not None:
+                thread._sockets.leave_to_parent()
             for session in list(thread._sessions):
                 session.forget()
         cls._begun.clear()
@@ -235,7 +235,7 @@ class UcxThread:
             epoll = select.epoll()
             epoll.register(self._wakeup.fd, select.EPOLLIN)
             ucx = context.load(self._options, self._host)
-            self._door = ucx.door
+            self._sockets = ucx.sockets
             epoll.register(ucx.worker.epoll_file_descriptor, select.EPOLLIN)
         except Exception as error:
             reason = f"UCX does not start: {error}"
@@ -334,7 +334,7 @@ class UcxThread:
         if not ucx.worker.arm():
             return True
         is_closing = board.is_closing and not board.is_idle
-        wait_s = _CLOSING_PERIOD_S if is_closing else board.guests.wait_s(monotonic())
+        wait_s = _CLOSING_PERIOD_S if is_closing else board.invited.wait_s(monotonic())
         has_news = bool(epoll.poll(wait_s))
         self._wakeup.clear()
         return has_news

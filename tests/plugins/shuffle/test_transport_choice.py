@@ -21,7 +21,7 @@ from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.codecs.test_nvcomp import emulated
 from tests.limits import HANG_S
 from tests.plugins.shuffle.links_rig import OPEN, RunIsOver, compose, with_links
-from tests.transport.ucx_peer import open_door
+from tests.transport.ucx_peer import invite_anybody
 from tests.transport.ucx_processes import needs_ucxx
 
 
@@ -228,7 +228,7 @@ def with_links_to_the_deaf(test, *, is_silent):
     """Run a coroutine function with the links of a worker, and the calls of a deaf peer."""
 
     async def with_engine(links):
-        engine = await open_door(await UcxEngine.start("127.0.0.1"))
+        engine = await invite_anybody(await UcxEngine.start("127.0.0.1"))
         try:
             await test(links, Deaf(engine, is_silent).call)
         finally:

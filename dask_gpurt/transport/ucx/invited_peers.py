@@ -5,21 +5,24 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
-from dask_gpurt.transport.ucx.door import Door
+from dask_gpurt.transport.ucx.listening_sockets import ListeningSockets
 
 #: Limit of expected peers; a further one replaces the oldest.
-_N_GUESTS = 4096
+_MAX_INVITED = 4096
 #: Grace period after a link was made: UCX makes more connections for it, maybe a little later.
 _SETTLE_S = 1.0
 
 
-class Guests:
-    """The expected peers by token, with their deadlines. The door is open while there are any."""
+class InvitedPeers:
+    """The expected peers by token, with their deadlines.
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    The listening sockets admit connections while there are any.
+    """
+
+    def __init__(self, sockets: ListeningSockets) -> None:
+        self._sockets = sockets
         self._until_s: dict[str, float] = {}
-        door.close()
+        sockets.close()
 
     @property
     def any_expected(self) -> bool:
@@ -28,9 +31,9 @@ class Guests:
     def expect(self, token: str, until_s: float) -> None:
         """Admit a peer until then."""
         self._until_s[token] = max(until_s, self._until_s.pop(token, until_s))
-        if len(self._until_s) > _N_GUESTS:
+        if len(self._until_s) > _MAX_INVITED:
             del self._until_s[next(iter(self._until_s))]
-        self._door.open()
+        self._sockets.open()
 
     def settle(self, token: str, now_s: float) -> None:
         """Shorten a connected peer's deadline to the grace period for its other connections."""
@@ -38,13 +41,13 @@ class Guests:
             self._until_s[token] = min(self._until_s[token], now_s + _SETTLE_S)
 
     def poll(self, now_s: float) -> bool:
-        """Forget peers whose deadline has passed; return whether that closed the door."""
+        """Forget peers whose deadline has passed; return whether that closed the sockets."""
         late = [token for token, until_s in self._until_s.items() if until_s <= now_s]
         for token in late:
             del self._until_s[token]
         if self._until_s or not late:
             return False
-        self._door.close()
+        self._sockets.close()
         return True
 
     def wait_s(self, now_s: float) -> float | None:

@@ -16,7 +16,7 @@ from dask_gpurt.transport.ucx.protocol import SMALL_NBYTES
 _LARGEST_DROPPED_NBYTES = 1 << 30
 
 
-class Sink:
+class UnwantedParcels:
     """Receiver of unwanted parcels. In the thread of UCX.
 
     Parameters

@@ -34,7 +34,7 @@ _FAST_DEVICES = "/sys/class/infiniband"
 _BACKLOG = 128
 
 
-class Door:
+class ListeningSockets:
     """Listening sockets that can be opened and closed to new connections.
 
     Parameters
