@@ -8,7 +8,15 @@ from typing import Any
 
 import click
 
-from dask_gpurt.cli.group import CONTEXT, gpurt, json_flag, of_cluster, one_line, trace_file
+from dask_gpurt.cli.group import (
+    CONTEXT,
+    Positive,
+    gpurt,
+    json_flag,
+    of_cluster,
+    one_line,
+    trace_file,
+)
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -101,7 +109,7 @@ def support_bundle(scheduler: str | None, scheduler_file: Path | None, out: Path
 @of_cluster
 @click.option(
     "--seconds",
-    type=click.FloatRange(0, min_open=True),
+    type=Positive(),
     default=30.0,
     show_default=True,
     help="Length of the trace.",

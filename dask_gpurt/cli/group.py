@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,21 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         click.echo(f"dask gpurt {click.get_current_context().info_name}: {error}", err=True)
         sys.exit(_BAD_USAGE)
+
+
+class Positive(click.FloatRange):
+    """A number above zero. The range of click takes NaN, too."""
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number", param, ctx)
+        return number
 
 
 @click.group(context_settings=CONTEXT)

@@ -11,6 +11,7 @@ import click
 from dask_gpurt.cli.group import (
     CONTEXT,
     WITH_SCRIPT,
+    Positive,
     gpurt,
     json_flag,
     nsys_folder,
@@ -82,7 +83,7 @@ def run(
 )
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, min_open=True),
+    type=Positive(),
     default=30.0,
     show_default=True,
     help="Most minutes for all turns.",
@@ -152,7 +153,7 @@ def profile(
 @gpurt.command(context_settings=CONTEXT)
 @click.option(
     "--scale",
-    type=click.FloatRange(0, min_open=True),
+    type=Positive(),
     default=1.0,
     show_default=True,
     help="TPC-H scale factor; 1 is about a gigabyte of text.",

@@ -17,6 +17,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -85,8 +86,22 @@ class EmbeddedCluster:
         self.grace_s = GRACE_S
 
         settings = {key: value for key, value in dask.config.config.items() if key != "scheduler"}
-        order = cloudpickle.dumps((settings, n_workers, threads_per_worker, nsys))
-        answer_fd, their_fd = os.pipe()
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:
+            # Worker processes would wait for ever.
+            raise EmbeddedClusterError(
+                "no cluster could be started: the working directory does not exist any more;"
+                " change to another one"
+            ) from error
+        self._at_close = contextlib.ExitStack()
+        wrapped = None
+        if nsys is not None:
+            # The other process may be killed, so this one makes the folder and removes it.
+            folder = tempfile.TemporaryDirectory(prefix="gpurt-nsys-")
+            wrapped = (*nsys, Path(self._at_close.enter_context(folder)))
+        order = cloudpickle.dumps((settings, n_workers, threads_per_worker, wrapped))
+        answer_fd, their_fd = map(_above_the_standard_ones, os.pipe())
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(their_fd)],
@@ -131,20 +146,36 @@ class EmbeddedCluster:
     def close(self) -> None:
         """End the processes. Idempotent."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(self.grace_s + CLOSE_TIMEOUT_S if self.grace_s else 0)
-        except BaseException as error:
-            self._kill()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        with self._at_close:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(self.grace_s + CLOSE_TIMEOUT_S if self.grace_s else 0)
+            except BaseException as error:
+                self._kill()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
 
     def _kill(self) -> None:
         # The process group has all workers, and nothing else.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _above_the_standard_ones(fd: int) -> int:
+    """Move a descriptor of a program that has no standard input, output or error.
+
+    Every worker would inherit it, and the pipe would never end.
+    """
+    if fd > 2:
+        return fd
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 def serve(answer_fd: int) -> None:

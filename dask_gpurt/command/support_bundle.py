@@ -41,20 +41,20 @@ _LOGS_TIMEOUT_S = 10.0
 _REMOVED = "[removed]"
 #: Words in the names of secret settings.
 _SECRETS = (
-    "password|passwd|pwd|secret|token|credential|auth|apikey|api[-_]key|access[-_]?key|accountkey"
-    "|private|cookie"
+    "password|passwd|pwd|secret|token|credential|auth|apikey|api[-_]key|access[-_]?key"
+    "|account[-_]?key|signature|private|cookie"
 )
 _SECRET_NAME = re.compile(rf"{_SECRETS}|(^|[-_.])key$", re.IGNORECASE)
 #: Words before a secret in a header.
 _SCHEMES = "basic|bearer|digest|token"
 _SECRET_TEXTS = (
-    # name=value, name: value, "name": "value"
+    # name=value, name: value, "name": "value"; in the text of an error, quotes are escaped
     re.compile(
-        rf"""(?i)([\w-]*(?:{_SECRETS})[\w-]*["']?\s*[=:]\s*(?:(?:{_SCHEMES})\s+)?)"""
-        r"""(?:"[^"]*"|'[^']*'|[^\s"',;&]+)"""
+        rf"""(?i)([\w-]*(?:{_SECRETS})[\w-]*\\*["']?\s*[=:]\s*(?:(?:{_SCHEMES})\s+)?)"""
+        r"""(?:\\*"[^"]*"|\\*'[^']*'|[^\s"',;&]+)"""
     ),
-    # The key of a dashboard.
-    re.compile(r"(?i)([?&]key=)[^\s&\"']+"),
+    # The key of a dashboard, and the signature of an address in Azure.
+    re.compile(r"(?i)([?&](?:key|sig)=)[^\s&\"']+"),
     # scheme://user:password@host
     re.compile(r"(\w+://)[^\s:@]*:[^\s@]+(?=@)"),
     # headers of requests

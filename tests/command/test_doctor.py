@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from dask_gpurt.command.doctor import examine
 from tests.command.conftest import Shell
 from tests.command.findings import found
 from tests.conftest import Sides
+from tests.limits import HANG_S
 
 CLIENT_PRELOAD = "distributed:\n  client:\n    preload: [json]\n"
 
@@ -62,6 +65,23 @@ def test_array_expressions_are_noted(shell: Shell) -> None:
     outcome = shell.gpurt("doctor", "--json", env={"DASK_ARRAY__QUERY_PLANNING": "True"})
     (arrays,) = found(outcome, "arrays")
     assert arrays["level"] == "note" and "stock Dask combines" in arrays["text"]
+
+
+def test_a_working_directory_that_is_gone_is_reported(shell: Shell) -> None:
+    (shell.directory / "gone").mkdir()
+    line = f"cd gone && rmdir ../gone && {sys.executable} -m dask_gpurt.cli doctor"
+    done = subprocess.run(
+        line, shell=True, cwd=shell.directory, env=shell.env, timeout=HANG_S, capture_output=True
+    )
+    assert done.returncode == 1, done.stderr
+    assert b"does not exist any more" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["trace --seconds", "compare --minutes", "demo --scale"])
+def test_an_amount_has_to_be_a_number(shell: Shell, option: str) -> None:
+    outcome = shell.gpurt(*option.split(), "nan")
+    assert outcome.code == 2
+    assert "nan is not a number" in outcome.err
 
 
 def test_flag_from_a_file_is_shown(shell: Shell, user_yaml: Callable[[str], Path]) -> None:

@@ -274,6 +274,12 @@ def test_strict_run_refuses_unsupported_work(shell: Shell) -> None:
     assert outcome.out == ""
 
 
+SUMS_TO_A_FILE = """
+import pathlib
+import dask.array as da
+pathlib.Path("sum.txt").write_text(str(da.ones(100, chunks=50).sum().compute()))
+"""
+
 STUCK_TASK = (
     "import dask, threading\ndef wait():\n    print('waits', flush=True)\n"
     "    threading.Event().wait()\ndask.delayed(wait)().compute()\n"
@@ -310,6 +316,27 @@ def test_run_leaves_no_process_behind(shell: Shell, number: signal.Signals, prel
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in err
+
+
+@pytest.mark.cluster
+def test_run_starts_a_cluster_without_standard_streams(shell: Shell) -> None:
+    """A pipe that took the place of one of them would never end."""
+    shell.write("sums.py", SUMS_TO_A_FILE)
+    command = f"{sys.executable} -m dask_gpurt.cli run --n-workers 1 sums.py <&- >&- 2>&-"
+    subprocess.run(command, shell=True, cwd=shell.directory, env=shell.env, timeout=HANG_S)
+    assert (shell.directory / "sum.txt").read_text() == "100.0"
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_working_directory_that_is_gone_is_named(shell: Shell, command: str) -> None:
+    script = shell.write("sums.py", SUMS_TO_A_FILE)
+    (shell.directory / "gone").mkdir()
+    line = f"cd gone && rmdir ../gone && {sys.executable} -m dask_gpurt.cli {command} {script}"
+    done = subprocess.run(
+        line, shell=True, cwd=shell.directory, env=shell.env, timeout=HANG_S, capture_output=True
+    )
+    assert done.returncode
+    assert b"the working directory does not exist any more" in done.stdout + done.stderr
 
 
 def test_configured_scheduler_is_respected(shell: Shell) -> None:

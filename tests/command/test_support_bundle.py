@@ -37,6 +37,13 @@ SECRET = "hunter2x"
         f"postgres://me:p/{SECRET}@host/db",
         f"AccountKey={SECRET};x",
         f"password='two words {SECRET}'",
+        f"{{'account_key': '{SECRET}'}}",
+        f"https://me.blob.core.windows.net/data?sp=r&sig={SECRET}",
+        f"https://bucket.s3.amazonaws.com/key?X-Amz-Signature={SECRET}&X-Amz-Expires=60",
+        *(
+            repr(repr(f"no access with {{'{name}': '{SECRET}'}}"))
+            for name in ("secret", "sas_token")
+        ),
         f"http://10.0.0.1:8787/status?key={SECRET}",
         f"GET /?token={SECRET}&page=2",
         f"-----BEGIN PRIVATE KEY-----\n{SECRET}\n-----END PRIVATE KEY-----",

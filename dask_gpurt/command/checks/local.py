@@ -64,6 +64,7 @@ def local_findings() -> list[Finding]:
         *unknown_keys(),
         *system(),
         *array_expressions(),
+        *working_directory(),
         gpu(),
     ]
 
@@ -111,6 +112,16 @@ def support() -> Finding:
     versions = f">={oldest},<{first_unknown}"
     remedy = f"pip install 'dask{versions}' 'distributed{versions}'"
     return Finding("problem", "support", f"{reason}; stock Dask runs", remedy)
+
+
+def working_directory() -> list[Finding]:
+    """Check that the working directory exists. Without it, Dask starts no worker processes."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        text = "it does not exist any more; worker processes would never start"
+        return [Finding("problem", "working directory", text, "change to another directory")]
+    return []
 
 
 def flag() -> Finding:

@@ -115,13 +115,15 @@ def job_facts() -> JobFacts:
     directory = None
     with contextlib.suppress(ConfigError):  # `local` reports it
         directory = config.read().memory.directory
-    directory = directory or dask.config.get("temporary-directory", None) or os.getcwd()
+    directory = directory or dask.config.get("temporary-directory", None) or "."
     mounts: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):  # only Linux has this file
         for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
             _, point, kind, *_ = line.split(" ")
             mounts[point.encode().decode("unicode_escape")] = kind
-    path = os.path.abspath(os.path.expanduser(directory))
+    path = os.path.expanduser(directory)
+    with contextlib.suppress(FileNotFoundError):  # `local` reports a working directory that is gone
+        path = os.path.abspath(path)
     return JobFacts(int(CPU_COUNT), int(MEMORY_LIMIT), path, mounts)
 
 

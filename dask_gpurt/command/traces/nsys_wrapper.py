@@ -6,13 +6,11 @@ So workers that a nanny starts later, in place of others, are wrapped as well.
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing
 import shlex
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import dask.config
@@ -40,7 +38,7 @@ def profile_command(nsys: str, directory: Path) -> list[str]:
     return [nsys, "profile", *_FLAGS, f"--output={directory / _OUTPUT}"]
 
 
-def wrap_workers(nsys: str, directory: Path) -> None:
+def wrap_workers(nsys: str, directory: Path, folder: Path) -> None:
     """Make multiprocessing start the workers of this process under nsys, from now on.
 
     Parameters
@@ -49,9 +47,9 @@ def wrap_workers(nsys: str, directory: Path) -> None:
         Path of nsys.
     directory
         Folder of the reports.
+    folder
+        Folder for the script, which has to stay as long as workers may start.
     """
-    folder = Path(tempfile.mkdtemp(prefix="gpurt-nsys-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     script = folder / "python"
     words = [
         *(sys.executable, "-I", "-S", nsys_start.__file__),

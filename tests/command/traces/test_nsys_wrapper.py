@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -150,7 +151,9 @@ def end(code: int) -> None:
 
 
 @pytest.mark.cluster
-def test_each_worker_has_a_report_also_after_a_restart(tmp_path):
+def test_each_worker_has_a_report_also_after_a_restart(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     folder = tmp_path / "reports"
     folder.mkdir()
     nsys = nsys_standin.install(tmp_path / "bin")
@@ -168,8 +171,11 @@ def test_each_worker_has_a_report_also_after_a_restart(tmp_path):
 
             wait_for(lambda: len(pids()) == 2 and not pids() <= first, "no worker was restarted")
             assert pids() <= {report["pid"] for report in reports(folder, "begun")}
+            assert list((tmp_path / "temporary").glob("gpurt-nsys-*"))
+        cluster.grace_s = 0.0  # as after Ctrl-C: the other process is killed
     finally:
         cluster.close()
+    assert not list((tmp_path / "temporary").glob("gpurt-nsys-*"))
     wait_for(lambda: len(reports(folder)) == 3, "a report is missing")
     statuses = sorted(report["status"] for report in reports(folder))
     assert 3 in statuses
