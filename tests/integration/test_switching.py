@@ -171,6 +171,19 @@ async def test_worker_that_joins_during_disable_is_answered(c, s, a, b):
     assert handlers(s) == {"gpurt_status"}
 
 
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_worker_may_die_during_disable(c, s, a, b):
+    await dask_gpurt.enable(c)
+
+    async def dies(comm, **message):
+        comm.abort()
+
+    b.handlers["plugin-remove"] = dies
+    await dask_gpurt.disable(c)
+    assert "gpurt" not in a.plugins
+    assert handlers(s) == {"gpurt_status"}
+
+
 @gen_cluster(
     client=True,
     nthreads=[("", 1)],

@@ -1,8 +1,10 @@
-"""Messages of ours from workers to the scheduler, over the stream that they have anyway.
+"""Messages of ours between workers and the scheduler, over Dask's own connections.
 
 | what | why | taken back by |
 |---|---|---|
 | `Scheduler.stream_handlers` | the scheduler hears a message of ours | `WorkerMessages.close` |
+| handler `plugin-remove` of workers, `Scheduler.worker_plugins` | stock's
+`unregister_worker_plugin` raises if one worker dies, and no longer waits for the others | |
 
 Contract tests are in `tests/plugins/patches/test_worker_messages.py`.
 """
@@ -41,3 +43,9 @@ class WorkerMessages:
 
 def _ignored(**_: Any) -> None:
     pass
+
+
+async def remove_worker_plugin(scheduler: Scheduler, name: str) -> None:
+    """Remove a plugin from all workers, and return when each has answered or has left."""
+    scheduler.worker_plugins.pop(name, None)
+    await scheduler.broadcast(msg={"op": "plugin-remove", "name": name}, on_error="ignore")

@@ -33,6 +33,7 @@ from dask_gpurt.plugins.patches.graphs.graph_swap import holding_workers
 from dask_gpurt.plugins.patches.p2p_owners import OutputOwners
 from dask_gpurt.plugins.patches.p2p_restart import Restarts
 from dask_gpurt.plugins.patches.values.lost_values import LostValues
+from dask_gpurt.plugins.patches.worker_messages import remove_worker_plugin
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.placement.roots.fewer_tasks import FewerTasks
 from dask_gpurt.plugins.scheduler import readiness
@@ -310,7 +311,7 @@ class GpurtScheduler(SchedulerPlugin):
             # Wait first. Otherwise a worker could be told to remove the plugin before it has it.
             if self._registering_workers is not None:
                 await asyncio.wait({self._registering_workers})
-            await self.scheduler.unregister_worker_plugin(None, name=NAME)
+            await remove_worker_plugin(self.scheduler, NAME)
         finally:
             remove_handlers(self.scheduler.handlers, for_workers)
             if self.collectives is not None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-from functools import partial
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 import dask_gpurt
 from dask_gpurt.errors import ActivationError, ProtocolError, TraceInProgressError, TracingError
 from dask_gpurt.plugins import bootstrap, request_checks
+from dask_gpurt.plugins.patches.worker_messages import remove_worker_plugin
 from dask_gpurt.plugins.tracing.clock_exchanges import N_AT_ENDS, Clocks
 from dask_gpurt.plugins.tracing.event_recorder import EventRecorder
 from dask_gpurt.plugins.tracing.known_links import known_links
@@ -355,9 +355,8 @@ class TraceSession(SchedulerPlugin):
             if self._telling is not None:
                 await asyncio.wait({self._telling}, timeout=_ANSWER_S)
             if self.name in scheduler.worker_plugins:
-                removing = partial(scheduler.unregister_worker_plugin, None, name=self.name)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(removing(), _ANSWER_S)
+                    await asyncio.wait_for(remove_worker_plugin(scheduler, self.name), _ANSWER_S)
         finally:
             remove_handlers(scheduler.handlers, still)
             # Only now may another trace begin: workers would refuse a second recorder.
