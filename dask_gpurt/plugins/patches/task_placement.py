@@ -200,7 +200,7 @@ class DecisionSwap:
             observe(address, metrics)
             return answer
 
-        self._scheduler.handlers["heartbeat_worker"] = heartbeat
+        self._heartbeat = self._scheduler.handlers["heartbeat_worker"] = heartbeat
 
     def _replace_stealing(self) -> None:
         placer, stealing = self._placer, self._stealing
@@ -240,7 +240,8 @@ class DecisionSwap:
             "_TRANSITIONS_TABLE",
         ):
             vars(self._scheduler).pop(name, None)
-        self._scheduler.handlers["heartbeat_worker"] = self._stock_heartbeat
+        if self._scheduler.handlers["heartbeat_worker"] is self._heartbeat:  # no other is around it
+            self._scheduler.handlers["heartbeat_worker"] = self._stock_heartbeat
         if self._stealing is not None:
             vars(self._stealing).pop("_get_thief", None)
             vars(self._stealing).pop("_combined_occupancy", None)

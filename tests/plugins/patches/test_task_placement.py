@@ -242,6 +242,25 @@ async def test_rates_arrive_with_heartbeats(c, s, a, b):
     assert before < after == pytest.approx(1e9, rel=0.1)
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_later_handler_of_heartbeats_stays(c, s, a, is_wrapped):
+    stock, heard = s.handlers["heartbeat_worker"], []
+    placement = Placement(s, "data-aware")
+    ours = s.handlers["heartbeat_worker"]
+
+    def theirs(**message):
+        heard.append(message["address"])
+        return ours(**message)
+
+    if is_wrapped:
+        s.handlers["heartbeat_worker"] = theirs
+    placement.close()
+    assert s.handlers["heartbeat_worker"] is (theirs if is_wrapped else stock)
+    await a.heartbeat()
+    assert heard == [a.address] * is_wrapped
+
+
 NO_STEALING_BY_ITSELF = {"distributed.scheduler.work-stealing-interval": "1 hour"}
 
 
