@@ -101,6 +101,11 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         raise TraceFileError(f"cannot write {path}: {error}") from error
     except OSError as error:
         raise TraceFileError(f"cannot write {path}: {error.strerror or error}") from error
+    except (OverflowError, TypeError, ValueError) as error:
+        why = repr(error)[:200]
+        raise TraceFileError(
+            f"cannot write {path}: a value of the trace does not fit ({why})"
+        ) from error
 
 
 @contextlib.contextmanager

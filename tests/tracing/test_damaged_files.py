@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import warnings
 import zlib
 
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.events import Trace
 from dask_gpurt.tracing.files import read, write
+from dask_gpurt.tracing.report.trace_report import report_of
 from tests.tracing.shuffle_trace import shuffle_trace
 
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
@@ -79,3 +83,30 @@ def test_damaged_packets_are_refused_or_read(contents, tmp_path_factory, data):
     outer.packet.add().compressed_packets = zlib.compress(damaged(contents[1], data))
     path.write_bytes(outer.SerializeToString())
     look_at(path)
+
+
+BAD_NUMBERS = [b"NaN", b"Infinity", b"-1", b"1e308", b"9" * 23, b'""', b'"x"', b"[]", b"true"]
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_bad_number_is_refused_by_readers_or_users(contents, tmp_path_factory, data):
+    """JSON has more values than an event, and a reader does not look at each."""
+    content, folder = contents[0], tmp_path_factory.getbasetemp()
+    events_from = content.index(b'"traceEvents"')
+    numbers = [
+        one.span() for one in re.finditer(rb"(?<=[:\[ ])-?\d+(\.\d+)?", content[events_from:])
+    ]
+    start, end = data.draw(st.sampled_from(numbers))
+    bad = data.draw(st.sampled_from(BAD_NUMBERS))
+    path = folder / "bad.json"
+    path.write_bytes(content[: events_from + start] + bad + content[events_from + end :])
+    with contextlib.suppress(TraceFileError), warnings.catch_warnings(action="ignore"):
+        trace = read(path)
+        for use in (
+            lambda: report_of(trace),
+            lambda: write(trace, folder / "again.json"),
+            lambda: write(trace, folder / "again.pftrace"),
+        ):
+            with contextlib.suppress(TraceFileError):
+                use()

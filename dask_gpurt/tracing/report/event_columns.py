@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.devices.ledger import COMMUNICATION, COMPUTE, WAITING
+from dask_gpurt.errors import TraceFileError
 from dask_gpurt.tracing.amounts import name_text
 from dask_gpurt.tracing.events import DEVICE, WORKER, Trace, TraceProcess
 from dask_gpurt.tracing.lane_names import FETCH, NOT_SENDS, PHASE, RECEIVE, RELAY, SEND
@@ -36,8 +37,17 @@ def prefix_of(key: str) -> str:
 
 
 def _column(events: Sequence[Any], name: str, kind: type[np.generic]) -> Column:
-    """Return one attribute of all events."""
-    return np.fromiter(map(attrgetter(name), events), kind, len(events))
+    """Return one attribute of all events.
+
+    Raises
+    ------
+    TraceFileError
+        It is not a number of this kind in some event, as in a damaged file.
+    """
+    try:
+        return np.fromiter(map(attrgetter(name), events), kind, len(events))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise TraceFileError(f"the trace is damaged: {name} of some event: {error}") from error
 
 
 def _numbered(values: Iterable[str], n: int) -> tuple[Column, list[str]]:
