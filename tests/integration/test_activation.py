@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import dask
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils_test import gen_cluster
 
 import dask_gpurt
 from dask_gpurt import preload
@@ -438,3 +441,12 @@ def _leftovers(client):
         "scheduler": client.run_on_scheduler(on_scheduler),
         "worker": sorted({name for names in workers.values() for name in names}),
     }
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_the_reference_has_each_field_of_the_status(c, s, a):
+    await dask_gpurt.enable(c)
+    page = pathlib.Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+    rows = re.search(r"## The cluster\n(.*?)\n## ", page.read_text(), re.DOTALL)[1]
+    first_cells = "".join(re.findall(r"^\|([^|]*)\|", rows, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", first_cells)) == set(await dask_gpurt.status(c))
