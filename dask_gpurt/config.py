@@ -475,12 +475,14 @@ def _memory(get: Get, key: str) -> float:
     value = get(key)
     try:
         amount = math.nan if isinstance(value, bool) else float(value)
+        # Numbers from `_LEAST_NBYTES` are bytes. A number slightly above 1 is a mistaken share.
+        fits = 0 < amount <= 1 or _LEAST_NBYTES <= amount < _TOO_MANY_NBYTES
     except (TypeError, ValueError):
-        with contextlib.suppress(ConfigError):
-            return float(_nbytes(get, key))
         amount = math.nan
-    # Numbers from `_LEAST_NBYTES` are bytes. A number slightly above 1 is a mistaken share.
-    if not (0 < amount <= 1 or _LEAST_NBYTES <= amount < math.inf):
+        with contextlib.suppress(ConfigError):
+            amount = float(_nbytes(get, key))
+        fits = amount > 1  # `_of` would take one byte for all of it
+    if not fits:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
     return amount
 

@@ -83,8 +83,8 @@ def test_shares_and_sizes_are_read(key):
         return getattr(getattr(settings, section), name)
 
     assert [read(value) for value in (0.4, "0.4", 1, 4096, "4 KiB")] == [0.4, 0.4, 1, 4096, 4096]
-    # a share above 1, and a percentage
-    for value in (1.5, "1.5", 30, 1023, 0, -1, True):
+    # a share above 1, a percentage, a single byte, and a size that no message can hold
+    for value in (1.5, "1.5", 30, 1023, 0, -1, True, "1 B", 1e20, "1e20", 2**63):
         with pytest.raises(ConfigError, match="may be a share"):
             read(value)
 

@@ -205,8 +205,9 @@ class Carrier:
         return None
 
     def _stays(self, move: Put, kind: type, error: Exception, tiers: Collection[int]) -> None:
-        """Report that a value stays where it is: it cannot leave its top level."""
-        if not self._is_closed:
+        """Report that a value stays where it is."""
+        # A damaged copy in a tier is reported when the value is needed.
+        if not self._is_closed and self._is_top_level(move.source):
             self._log_not_spilled(move.key, kind, error)
         self._failed(move, [] if will_pass(error) else tiers)
 

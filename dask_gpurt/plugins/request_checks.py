@@ -39,9 +39,17 @@ def flag(what: str, value: Any) -> bool:
 
 def message(sender: Any, number: Any) -> None:
     """Check the sender of a message of data and its number there."""
-    if type(number) is not int or not 0 < number < 1 << 64:
+    serial("message", number)
+    if not number:
         raise _wrong("message", number, "the number of a message")
     name("sender", sender)
+
+
+def serial(what: str, value: Any) -> int:
+    """Check a number that counts up for as long as a process runs."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise _wrong(what, value, "a number from 0 to 2**64 - 1")
+    return value
 
 
 def count(what: str, value: Any) -> int:

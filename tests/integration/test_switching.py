@@ -20,6 +20,7 @@ from dask_gpurt.errors import ActivationError, ConfigError
 from dask_gpurt.plugins.collectives.groups.group_messages import GroupFailure
 from dask_gpurt.plugins.scheduler.gpurt_scheduler import GpurtScheduler, activation_lock
 from dask_gpurt.plugins.tracing.ledger_hook import TRACE
+from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.conftest import stock_client
 from tests.integration.comparing import collection
 from tests.integration.flagged_programs import flagged
@@ -299,6 +300,16 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
     assert said[b.address].startswith(str(tmp_path))
     assert not said[a.address].startswith(str(tmp_path))
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_new_workers_use_the_latest_transport(c, s, a):
+    await dask_gpurt.enable(c)
+    with dask.config.set({"gpurt.shuffle.transport": "comm"}):
+        await dask_gpurt.enable(c)
+    async with Worker(s.address) as b:
+        await async_poll_for(lambda: b.address in s.plugins["gpurt"].readiness.ready, timeout=60)
+        assert runtime_of(b).links.transport == "comm"
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])

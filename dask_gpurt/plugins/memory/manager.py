@@ -301,8 +301,9 @@ class ManagedMemory:
             uses, schedulers_pause_s = await self._worker.scheduler.gpurt_next_uses(
                 keys=keys, worker=self._worker.address
             )
-        except OSError:
-            return  # the scheduler is gone or busy; the next query may succeed
+        except OSError:  # the scheduler is gone or busy; the next query may succeed
+            self._query_from_s = self._loop.time() + pause_s
+            return
         except Exception as error:
             self._query_from_s = self._loop.time() + PATIENCE_S
             logger.info("the scheduler does not say when values are needed: %r", error)

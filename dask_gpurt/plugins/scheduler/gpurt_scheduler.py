@@ -234,9 +234,9 @@ class GpurtScheduler(SchedulerPlugin):
         self.settings = new
         if (new.placement, new.topology) != (before.placement, before.topology):
             self._start_placement()
-        if new.memory != before.memory:
+        if new != before:
             self.scheduler.worker_plugins[NAME] = self._bootstrap()
-            if self.scheduler.workers:
+            if new.memory != before.memory and self.scheduler.workers:
                 logger.warning(
                     "new gpurt.memory settings apply to workers that start from now on; the %d"
                     " that run keep theirs until they restart",

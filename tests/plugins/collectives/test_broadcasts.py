@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
+import threading
 
 import numpy as np
 import pandas as pd
@@ -10,6 +12,7 @@ import pytest
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.errors import ProtocolError
+from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.plugins.collectives.broadcasts import broadcast_run, worker_broadcasts
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import BroadcastRun
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
@@ -61,6 +64,37 @@ def test_every_worker_gets_the_value(name, how):
         assert (found["values"], found["copies"]) == (1, n_copies)
 
     test()
+
+
+@on_cluster()
+async def test_values_are_broadcast_however_many_there_were(c, s, *workers):
+    s.plugins["gpurt"].collectives.broadcaster.versions._next = itertools.count(10**9)
+    future = c.submit(lambda: values()["array"], workers=[workers[0].address])
+    await future
+    await c.replicate(future)
+    assert report(s)["copies"] == len(workers) - 1
+
+
+@on_cluster()
+async def test_a_spilled_value_is_read_off_the_event_loop(c, s, *workers):
+    holder = workers[4]
+    future = c.submit(lambda: values()["array"], workers=[holder.address])
+    await future
+    store, read_in = holder.data, []
+    assert isinstance(store, TieredStore)
+    stock = store._carrier.read_through
+
+    def read_through(key):
+        read_in.append(threading.current_thread())
+        return stock(key)
+
+    store.make_room(0, 1 << 40)
+    assert future.key not in store._objects
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._carrier, "read_through", read_through)
+        await c.replicate(future)
+    assert read_in and threading.main_thread() not in read_in
+    assert report(s)["copies"] == len(workers) - 1
 
 
 @pytest.mark.parametrize("size", [1, N])

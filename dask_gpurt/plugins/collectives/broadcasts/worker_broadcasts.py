@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
+from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
 from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
@@ -64,9 +65,10 @@ class WorkerBroadcasts:
         dict
             As from `spread`.
         """
-        if key not in self._worker.data:
+        try:
+            value = await self._value(key)
+        except KeyError:
             return {"reached": {}, "failed": {self._worker.address: "it has no such value"}}
-        value = self._worker.data[key]
         header, stretches = await asyncio.to_thread(serialize, value)
         del value
         return await spread(
@@ -81,6 +83,19 @@ class WorkerBroadcasts:
             version,
         )
 
+    async def _value(self, key: Any) -> Any:
+        """Return a value of this worker. The event loop does not wait for its disk.
+
+        Raises
+        ------
+        KeyError
+            It is not here.
+        """
+        data = self._worker.data
+        if isinstance(data, TieredStore):
+            return await asyncio.to_thread(data.__getitem__, key)
+        return data[key]  # Dask's own store may be used on the event loop alone
+
     async def gpurt_broadcast_join(
         self,
         name: str,
@@ -94,7 +109,7 @@ class WorkerBroadcasts:
         """Handler: prepare for the slices of a value; answer when there is memory for them."""
         request_checks.name("name", name)
         request_checks.key(key)
-        request_checks.count("version", version)
+        request_checks.serial("version", version)
         nbytes = sum(request_checks.lengths(lengths))
         if not 0 < request_checks.count("n_slices", n_slices) <= max(1, nbytes):
             raise ProtocolError(f"{n_slices} slices of {nbytes} bytes")

@@ -76,7 +76,8 @@ class Subject:
         """
         try:
             call, shape, dtype, algorithm, n_slices = json.loads(text)
-            if np.dtype(dtype).kind not in MOVABLE or len(dtype) > 32:
+            kind = np.dtype(dtype)
+            if kind.kind not in MOVABLE or not kind.itemsize or len(dtype) > 32:
                 raise ProtocolError(f"a value of type {dtype[:32]} cannot be sent")
             numbers = [*shape, n_slices]
             if len(shape) > _MOST_DIMENSIONS or not all(type(one) is int for one in numbers):
