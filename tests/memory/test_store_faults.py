@@ -209,3 +209,12 @@ def test_full_tier_passes_values_on():
     filled(setup, *"abcdef")
     assert setup.residency.levels[0].used_nbytes <= 100
     assert setup.residency.levels[2].used_nbytes > 0
+
+
+def test_a_copy_that_is_damaged_on_its_way_down_is_no_value_in_memory(caplog):
+    """It is reported when the value is needed."""
+    setup = Setup(n_tiers=2)
+    setup.tiers[0].fail("get", DamagedValueError("checksum"))
+    filled(setup, *"abcdefgh")
+    assert "a" in setup.store and not setup.lost
+    assert not caplog.messages
