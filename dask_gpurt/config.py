@@ -160,7 +160,13 @@ class CollectiveSettings:
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of traces. Each worker records so many bytes at most."""
+    """Settings of traces.
+
+    Attributes
+    ----------
+    limit_nbytes
+        Most bytes that each worker records.
+    """
 
     limit_nbytes: int
 

@@ -24,7 +24,7 @@
     │   └── TraceInProgressError            ... because another trace is on
     ├── TraceFileError (OSError)            the file of a trace cannot be read or written
     └── SimulationError (RuntimeError)      a simulation cannot finish
-        └── TraceError (ValueError)         a recorded workload cannot be replayed
+        └── WorkloadError (ValueError)         a recorded workload cannot be replayed
 
 Each class has one meaning, and also subclasses the builtin that a generic handler expects. Errors
 of single commands are defined beside the command.
@@ -142,11 +142,11 @@ class SimulationError(GpurtError, RuntimeError):
     """A simulated computation failed, or has no events left before it is done."""
 
 
-class TraceError(SimulationError, ValueError):
+class WorkloadError(SimulationError, ValueError):
     """A recorded workload is damaged, inconsistent, or of another version."""
 
 
-def will_pass(error: BaseException) -> bool:
+def is_temporary(error: BaseException) -> bool:
     """Return whether an error is a temporary lack of memory or descriptors."""
     return isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno in _PASSING

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from dask_gpurt.errors import TierFullError, ValueRefusedError, will_pass
+from dask_gpurt.errors import TierFullError, ValueRefusedError, is_temporary
 from dask_gpurt.frames.flat.values import Flat
 from dask_gpurt.memory.decisions.failed_reads import FailedReads, is_short
 from dask_gpurt.memory.decisions.levels import Value
@@ -197,7 +197,7 @@ class Carrier:
             self._failed(move, [move.target])
         except (OSError, MemoryError) as error:
             # The tier is full, or has logged the error once; another tier may take the value.
-            is_full = isinstance(error, TierFullError) or not will_pass(error)
+            is_full = isinstance(error, TierFullError) or not is_temporary(error)
             self._failed(move, is_full=is_full)
         except Exception as error:
             # The device failed, or the computation of the value did.
@@ -209,7 +209,7 @@ class Carrier:
         # A damaged copy in a tier is reported when the value is needed.
         if not self._is_closed and self._is_top_level(move.source):
             self._log_not_spilled(move.key, kind, error)
-        self._failed(move, [] if will_pass(error) else tiers)
+        self._failed(move, [] if is_temporary(error) else tiers)
 
     def _log_not_spilled(self, key: Hashable, kind: type, error: Exception) -> None:
         """Warn that a value stays in memory, once for each type: there may be thousands."""
@@ -284,7 +284,7 @@ class Carrier:
                 self._decide()
                 return
             except Exception as error:
-                if will_pass(error):
+                if is_temporary(error):
                     with self._lock:
                         value = self._residency.load_deferred(move)
                         if value is not None:
@@ -342,7 +342,7 @@ class Carrier:
                 raise
             except Exception as error:
                 with self._lock:
-                    if will_pass(error):
+                    if is_temporary(error):
                         self._failed_reads.add(value, _text_of(error))
                         raise
                     if self._is_closed or self._residency.values.get(key) is not value:
@@ -374,7 +374,7 @@ class Carrier:
             except BaseException as error:
                 # On a device, room is usually short for a while: until other values have left it.
                 nbytes = len(header) + sum(buffer.nbytes for buffer in buffers)
-                if will_pass(error) and (top_level or is_short(error, nbytes)):
+                if is_temporary(error) and (top_level or is_short(error, nbytes)):
                     raise
                 raise NotRestoredError from error
 

@@ -283,7 +283,7 @@ async def overview(client: Client) -> dict[str, Any]:
 
 
 async def machines(client: Client, probe: bool) -> dict[str, Any]:
-    """Return the machines of a cluster as workers and the file in use describe them, to edit.
+    """Return the machines of a cluster as text that a user can edit.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from dask_gpurt.shuffle.tally import MAX_RUNS
 #: Entries of each list in the reports of all workers together, and least in each of them.
 MAX_ENTRIES = 2_000
 MIN_ENTRIES = 2
-#: A link, and a decision on a codec, take so many entries: there may be one for each peer.
+#: A link counts as this many entries, and so does a decision on a codec: each peer may have one.
 PEER_ENTRIES = 4
 #: Most groups of peers. Peers of further groups are counted by path alone.
 MAX_GROUPS = 4

@@ -42,7 +42,7 @@ class Routing:
             on_host.setdefault(host_of(address), []).append(address)
         self._on_host = on_host
         self._host = host_of(me)
-        self._rail = on_host[self._host].index(me)
+        self._rank_on_host = on_host[self._host].index(me)
         n_workers = sum(map(len, on_host.values()))
         is_large = n_workers > MOST_DIRECT and n_workers >= LEAST_ON_HOST * len(on_host)
         self.is_two_level = routing == "two-level" or (routing == "auto" and is_large)
@@ -54,7 +54,7 @@ class Routing:
             return target
         # Workers of equal rank exchange messages, so each has one link to each other host.
         there = self._on_host[host]
-        return there[self._rail % len(there)]
+        return there[self._rank_on_host % len(there)]
 
 
 def host_of(address: str) -> str:

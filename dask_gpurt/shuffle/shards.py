@@ -5,8 +5,7 @@ of this worker's output partitions. The store takes shards from transfer tasks o
 from peers. It drops duplicates, and returns the pieces of an output partition in the order of the
 input partitions. It first spills the shards that tasks read last, because tasks read outputs in
 ascending order of slots. It frees a shard once the results of all its partitions are safe. Many
-small shards are merged, before they are spilled or before outputs are assembled
-(`shuffle.merging`).
+small shards are merged (`shuffle.merging`), before they are spilled or outputs are assembled.
 
 Locking: `_lock` guards the index and the accounting, and is never held over I/O or a copy.
 `_spilling` lets one thread at a time write. Rows are reachable in memory or on disk at every
@@ -28,7 +27,7 @@ from dask_gpurt.errors import (
     PartitionReleasedError,
     ProtocolError,
     ShardStorageError,
-    will_pass,
+    is_temporary,
 )
 from dask_gpurt.frames.adapter import BodyAdapter, Packed, Piece, fresh, on_host
 from dask_gpurt.metrics import Counters
@@ -137,11 +136,11 @@ class ShardStore:
         self.spilled_nbytes = 0
         self.unspilled_nbytes = 0
 
-    def _resident(self, nbytes: int) -> None:
+    def _count_resident(self, nbytes: int) -> None:
         self.resident_nbytes += nbytes
         self._budget.change(nbytes)
 
-    def _stored(self, nbytes: int) -> None:
+    def _count_on_disk(self, nbytes: int) -> None:
         self._on_disk_nbytes += nbytes
         self._budget.change_on_disk(nbytes)
 
@@ -173,7 +172,7 @@ class ShardStore:
                 known.numbers.add(shard.number)
                 shard.layout_key = self._layout_keys.setdefault(shard.layout_key, shard.layout_key)
                 self._shards[shard] = None
-                self._resident(shard.nbytes)
+                self._count_resident(shard.nbytes)
 
     @property
     def is_over_limit(self) -> bool:
@@ -211,7 +210,7 @@ class ShardStore:
                         break
             except OSError as error:
                 # Nothing is lost: this shard and all after it are still in memory.
-                if not will_pass(error):
+                if not is_temporary(error):
                     self._refusal = error.strerror or str(error)
                     logger.error(
                         "cannot spill shuffle data to %s (%s); it stays in memory from now on. "
@@ -250,7 +249,7 @@ class ShardStore:
             shard.on_disk = (file, extent)
             shard.sections = (packed.arrow_nbytes, packed.pickle_nbytes)
             shard.packed_nbytes = packed.buffer.nbytes
-            self._stored(packed.buffer.nbytes)
+            self._count_on_disk(packed.buffer.nbytes)
             self.spilled_nbytes += packed.buffer.nbytes
         self._counters.add(spilled_nbytes=packed.buffer.nbytes)
         self._on_disk_io("disk-write", packed.buffer.nbytes)
@@ -259,7 +258,7 @@ class ShardStore:
         with self._lock:
             if shard.is_resident and shard.on_disk is not None and not self._closed:
                 shard.body = shard.packed = None
-                self._resident(-shard.nbytes)
+                self._count_resident(-shard.nbytes)
 
     def seal(self) -> None:
         """End the input phase: check that no shard is missing, merge small ones, make the index.
@@ -353,9 +352,9 @@ class ShardStore:
             may_spill = self._on_disk_nbytes or self.is_over_limit
             nbytes = merging.SPILLED_NBYTES if may_spill else SHARD_TARGET_NBYTES
             made = merging.merged(group, bodies, self._adapter.merge, self._empty_at, nbytes)
-        except (MemoryError, ValueError, PartitionReleasedError) as error:
-            # Without memory for a copy, pieces are assembled one by one. A damaged shard is found
-            # again, and reported, by the task that reads it. And a run may be closed meanwhile.
+        except (MemoryError, ValueError, PartitionReleasedError, ShardStorageError) as error:
+            # Without memory for a copy, pieces are assembled one by one. The task that reads a
+            # damaged shard reports it. And a run may be closed meanwhile.
             logger.debug("small shards are not merged: %r", error)
         finally:
             with self._lock:
@@ -368,7 +367,7 @@ class ShardStore:
                         del self._shards[shard]
                     for shard in made:
                         self._shards[shard] = None
-                        self._resident(shard.nbytes)
+                        self._count_resident(shard.nbytes)
                 self._n_merging -= 1
                 self._merged.notify_all()
             self._files.release(files)
@@ -425,7 +424,8 @@ class ShardStore:
             if shard.body is None and shard.n_unreleased and not self._closed:
                 # The body's arrays are views of the packed buffer, so one of the two is enough. A
                 # body with objects takes more memory than the buffer did.
-                self._resident(body.nbytes - (shard.nbytes if shard.packed is not None else 0))
+                counted_nbytes = shard.nbytes if shard.packed is not None else 0
+                self._count_resident(body.nbytes - counted_nbytes)
                 shard.body, shard.packed, shard.nbytes = body, None, body.nbytes
         return body
 
@@ -481,9 +481,9 @@ class ShardStore:
 
     def _drop(self, shard: Shard) -> None:
         if shard.is_resident:
-            self._resident(-shard.nbytes)
+            self._count_resident(-shard.nbytes)
         if shard.on_disk is not None:
-            self._stored(-shard.packed_nbytes)
+            self._count_on_disk(-shard.packed_nbytes)
         shard.body = shard.packed = shard.on_disk = None
 
     def close(self) -> None:
@@ -493,8 +493,8 @@ class ShardStore:
             self._shards.clear()
             self._layout_keys.clear()
             self._sealed = [], SlotIndex(self._slots, ())
-            self._resident(-self.resident_nbytes)
-            self._stored(-self._on_disk_nbytes)
+            self._count_resident(-self.resident_nbytes)
+            self._count_on_disk(-self._on_disk_nbytes)
         # Wait for a spill in progress: its file must not be closed meanwhile.
         with self._spilling:
             self._files.close()

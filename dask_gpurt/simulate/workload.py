@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dask_gpurt.errors import TraceError
+from dask_gpurt.errors import WorkloadError
 
 FORMAT = "gpurt-trace"
 VERSION = 1
@@ -84,7 +84,7 @@ class Workload:
 
     Raises
     ------
-    TraceError
+    WorkloadError
         A position is out of range, a key occurs twice, a number is negative or not finite, or
         dependencies form a cycle.
     """
@@ -96,16 +96,16 @@ class Workload:
     def __post_init__(self) -> None:
         count = len(self.tasks)
         if len({task.key for task in self.tasks}) < count:
-            raise TraceError(f"{self.name}: two tasks have the same key")
+            raise WorkloadError(f"{self.name}: two tasks have the same key")
         for task in self.tasks:
             if not all(0 <= position < count for position in task.dependencies):
-                raise TraceError(f"{task.key}: depends on a task that does not exist")
+                raise WorkloadError(f"{task.key}: depends on a task that does not exist")
             if not (math.isfinite(task.duration_s) and task.duration_s >= 0 and task.nbytes >= 0):
-                raise TraceError(f"{task.key}: a duration or size is negative or not finite")
+                raise WorkloadError(f"{task.key}: a duration or size is negative or not finite")
         if not self.wanted or not all(0 <= position < count for position in self.wanted):
-            raise TraceError(f"{self.name}: no task is wanted, or a wanted task does not exist")
+            raise WorkloadError(f"{self.name}: no task is wanted, or a wanted task does not exist")
         if sum(1 for _ in inputs_first([task.dependencies for task in self.tasks])) < count:
-            raise TraceError(f"{self.name}: dependencies form a cycle")
+            raise WorkloadError(f"{self.name}: dependencies form a cycle")
 
     def to_json(self) -> str:
         """Return the workload as a trace."""
@@ -129,26 +129,26 @@ class Workload:
 
         Raises
         ------
-        TraceError
+        WorkloadError
             The text is not a trace of this version.
         """
         try:
             trace = json.loads(text)
             if not isinstance(trace, dict) or trace.get("format") != FORMAT:
-                raise TraceError(f"not a trace: `format` is not {FORMAT!r}")
+                raise WorkloadError(f"not a trace: `format` is not {FORMAT!r}")
             version, columns = trace.get("version"), trace.get("columns")
             if version != VERSION:
-                raise TraceError(f"version {version!r} of the trace format, not {VERSION}"[:200])
+                raise WorkloadError(f"version {version!r} of the trace format, not {VERSION}"[:200])
             if columns != list(COLUMNS):
-                raise TraceError(f"columns {columns!r}, not {COLUMNS}"[:200])
+                raise WorkloadError(f"columns {columns!r}, not {COLUMNS}"[:200])
             tasks = tuple(task_of(row) for row in trace["tasks"])
             return cls(str(trace["name"]), tasks, positions(trace["wanted"]))
-        except TraceError:
+        except WorkloadError:
             raise
         except json.JSONDecodeError as error:
-            raise TraceError(f"not JSON: {error}") from error
+            raise WorkloadError(f"not JSON: {error}") from error
         except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise TraceError(f"damaged trace: {error!r}") from error
+            raise WorkloadError(f"damaged trace: {error!r}") from error
 
 
 def inputs_first(dependencies: Sequence[Sequence[int]]) -> Iterator[int]:
@@ -183,5 +183,5 @@ def task_of(row: Sequence[Any]) -> TaskModel:
 def positions(values: Sequence[Any]) -> tuple[int, ...]:
     """Return positions from a trace, after checking their type."""
     if not all(type(value) is int for value in values):
-        raise TraceError(f"positions must be whole numbers, not {list(values)!r}"[:200])
+        raise WorkloadError(f"positions must be whole numbers, not {list(values)!r}"[:200])
     return tuple(values)

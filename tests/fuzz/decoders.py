@@ -24,7 +24,7 @@ import pandas as pd
 
 from dask_gpurt.codecs.cpu import HOST_CODECS
 from dask_gpurt.codecs.encoded_shards import SectionEntry, decode_shard, pack_table, unpack_table
-from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, TraceError
+from dask_gpurt.errors import ConfigError, DamagedError, ProtocolError, WorkloadError
 from dask_gpurt.frames.adapter import Packed, Piece, Selection, fresh
 from dask_gpurt.frames.chunks.arrays import Arrays
 from dask_gpurt.frames.chunks.chunk_layout import ChunkLayout
@@ -356,7 +356,7 @@ def _look_at_trace(raw: bytes) -> None:
         return
     try:
         found = Workload.from_json(text)
-    except TraceError:
+    except WorkloadError:
         return
     assert Workload.from_json(found.to_json()) == found
 

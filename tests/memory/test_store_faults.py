@@ -211,7 +211,7 @@ def test_full_tier_passes_values_on():
     assert setup.residency.levels[2].used_nbytes > 0
 
 
-def test_a_copy_that_is_damaged_on_its_way_down_is_no_value_in_memory(caplog):
+def test_damaged_copy_in_a_tier_is_not_called_in_memory(caplog):
     """It is reported when the value is needed."""
     setup = Setup(n_tiers=2)
     setup.tiers[0].fail("get", DamagedValueError("checksum"))

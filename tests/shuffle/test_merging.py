@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from dask_gpurt.errors import ShardStorageError
 from dask_gpurt.shuffle import merging
 from tests.shuffle.shard_rig import (
     PATIENCE_S,
@@ -163,6 +164,20 @@ def test_without_memory_for_a_merge_pieces_stay_small(tmp_path):
 
     rig = rig_with(tmp_path, Short(), sources := [0, 1, 2])
     rig.store.seal()
+    assert read_slot(rig.store, 4) == expected(4, sources)
+    assert len(rig.store.pieces(4)) == 3
+
+
+def test_a_damaged_shard_is_left_to_the_task_that_reads_it(tmp_path, monkeypatch):
+    """It may have been spilled since it was chosen for a merge."""
+
+    def damaged(shard):
+        raise ShardStorageError("the file ended before its shard did")
+
+    rig = rig_with(tmp_path, MergingFrames(), sources := [0, 1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.store, "_body", damaged)
+        rig.store.seal()
     assert read_slot(rig.store, 4) == expected(4, sources)
     assert len(rig.store.pieces(4)) == 3
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dask_gpurt.errors import TraceError
+from dask_gpurt.errors import WorkloadError
 from dask_gpurt.simulate.workload import StableStr, Workload
 from tests.simulate.flat import task, workload
 
@@ -61,13 +61,13 @@ def test_trace_format_is_stable():
 )
 def test_invalid_trace_is_refused(change, reason):
     trace = {**json.loads(PAIR.to_json()), **change}
-    with pytest.raises(TraceError, match=reason):
+    with pytest.raises(WorkloadError, match=reason):
         Workload.from_json(json.dumps(trace))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{"])
 def test_trace_that_is_not_an_object_is_refused(text):
-    with pytest.raises(TraceError):
+    with pytest.raises(WorkloadError):
         Workload.from_json(text)
 
 
@@ -75,7 +75,7 @@ def test_deeply_nested_trace_is_refused():
     """This includes a trace that can be parsed but not printed, since printing needs more stack."""
     for depth in [*range(800, sys.getrecursionlimit()), 100_000]:
         text = json.dumps({"format": "gpurt-trace", "version": 0})
-        with pytest.raises(TraceError):
+        with pytest.raises(WorkloadError):
             Workload.from_json(text.replace("0", "[" * depth + "]" * depth))
 
 

@@ -103,6 +103,7 @@ def test_a_bad_number_is_refused_by_readers_or_users(contents, tmp_path_factory,
     path.write_bytes(content[: events_from + start] + bad + content[events_from + end :])
     with contextlib.suppress(TraceFileError), warnings.catch_warnings(action="ignore"):
         trace = read(path)
+        assert isinstance(trace, Trace)
         for use in (
             lambda: report_of(trace),
             lambda: write(trace, folder / "again.json"),

@@ -134,7 +134,7 @@ class Admission:
             claim = self._waiting.pop(0)
             self._begin(claim)
             self._loading.append(claim)
-        ready = [claim for claim in self._loading if not self._missing(claim)]
+        ready = [claim for claim in self._loading if not self._load_missing(claim)]
         for claim in ready:
             claim.is_ready = True
             self._loading.remove(claim)
@@ -154,7 +154,7 @@ class Admission:
             return False
         return all(value.in_memory for value in claim.values)
 
-    def _missing(self, claim: Claim) -> bool:
+    def _load_missing(self, claim: Claim) -> bool:
         missing = False
         for value in self._still_known(claim.values):
             if value.in_memory or value.top_level in value.refused:

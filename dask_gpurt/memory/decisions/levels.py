@@ -81,7 +81,7 @@ class Level:
         if not self.backoff.is_waiting(now_s):
             self.is_blocked = False
 
-    def has_room(self) -> None:
+    def note_room(self) -> None:
         """Note that a put succeeded or that a copy was freed."""
         self.is_blocked = self.was_full = False
         self.backoff = Backoff()

@@ -22,7 +22,7 @@ class ProcessSamples:
     Parameters
     ----------
     now
-        Time at which the first release may follow `RELEASE_INTERVAL_S` later.
+        Start time. The first release comes more than `RELEASE_INTERVAL_S` later.
 
     Attributes
     ----------

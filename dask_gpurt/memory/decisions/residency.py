@@ -66,7 +66,7 @@ class Residency:
         self._serial = 0
         self._puts = 0
         self._loads = 0
-        self._done: list[Move] = []
+        self._decided: list[Move] = []
         #: Two orders for each level: large values, and small ones, which are evicted after them.
         self._orders = [(EvictionOrder(self._rank), EvictionOrder(self._rank)) for _ in levels]
 
@@ -117,7 +117,7 @@ class Residency:
             return False
         value.moving = None
         self._add(value, move.target, nbytes)
-        self.levels[move.target].has_room()
+        self.levels[move.target].note_room()
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
         # If a task has pinned the value meanwhile, both stay: the value is now clean.
         if move.source != value.top_level or not value.pins:
@@ -236,7 +236,7 @@ class Residency:
 
     def take_moves(self) -> list[Move]:
         """Return the moves decided since the last call."""
-        moves, self._done = self._done, []
+        moves, self._decided = self._decided, []
         return moves
 
     def load(self, value: Value) -> bool:
@@ -250,7 +250,7 @@ class Residency:
         value.moving = move
         self._loads += 1
         self.levels[value.top_level].reserved_nbytes += value.nbytes
-        self._done.append(move)
+        self._decided.append(move)
         return True
 
     def load_ahead(self, keys: Iterable[Hashable]) -> None:
@@ -351,7 +351,7 @@ class Residency:
         value.moving = move
         self._puts += 1
         self.levels[number].leaving_nbytes += value.copies[number]
-        self._done.append(move)
+        self._decided.append(move)
         return True
 
     def _tier_below(self, value: Value, number: int) -> int | None:
@@ -448,9 +448,9 @@ class Residency:
         if len(value.copies) == 1:
             (last,) = value.copies
             self.levels[last].clean.pop(value.key, None)
-        level.has_room()
+        level.note_room()
         self._order(value, number).remove(value)
-        self._done.append(Drop(value.key, value.serial, number))
+        self._decided.append(Drop(value.key, value.serial, number))
 
     def _tick(self) -> int:
         self._clock += 1

@@ -28,12 +28,12 @@ class _Recent:
 class WriteSpeeds:
     """The speeds of recent writes, each way."""
 
-    _past: _Recent = field(default_factory=_Recent)
-    _through: _Recent = field(default_factory=_Recent)
+    _direct: _Recent = field(default_factory=_Recent)
+    _cached: _Recent = field(default_factory=_Recent)
 
     def record(self, is_direct: bool, nbytes: int, seconds: float) -> None:
-        """Count a write of a value, past the cache or through it."""
-        (self._past if is_direct else self._through).record(nbytes, seconds)
+        """Count a write of a value, past the cache (direct) or through it."""
+        (self._direct if is_direct else self._cached).record(nbytes, seconds)
 
     @property
     def prefers_cache(self) -> bool:
@@ -42,7 +42,7 @@ class WriteSpeeds:
         The disk is measured again whenever the cache has no room, so a disk that became slow is
         noticed. The cache is not measured again while the disk is faster than it was.
         """
-        if not self._past.nbytes or not self._through.nbytes:
-            return bool(self._past.nbytes)
-        past, through = self._past, self._through
-        return through.nbytes * past.seconds > past.nbytes * through.seconds
+        if not self._direct.nbytes or not self._cached.nbytes:
+            return bool(self._direct.nbytes)
+        direct, cached = self._direct, self._cached
+        return cached.nbytes * direct.seconds > direct.nbytes * cached.seconds

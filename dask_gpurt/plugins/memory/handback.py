@@ -25,7 +25,7 @@ logger = logging.getLogger("dask_gpurt.memory")
 _MAX_ROUNDS = 8
 
 #: Serial numbers of the values that were handed over, by key.
-Returned = dict[Hashable, int]
+HandedOver = dict[Hashable, int]
 
 
 async def return_spilled(
@@ -34,7 +34,7 @@ async def return_spilled(
     lane: Lane,
     inherited_level: int,
     is_over: Callable[[], bool] = lambda: False,
-) -> Returned:
+) -> HandedOver:
     """Hand over spilled values, until nearly all values that remain are in memory.
 
     Parameters
@@ -55,13 +55,13 @@ async def return_spilled(
             if is_over():
                 return given
             # One value in each job: the copies that a job frees are dropped before the next job.
-            job = lane.submit(_return, store, stock, key, serial, inherited_level)
+            job = lane.submit(_hand_over, store, stock, key, serial, inherited_level)
             if await asyncio.wrap_future(job):
                 given[key] = serial
     return given
 
 
-def _return(
+def _hand_over(
     store: TieredStore,
     stock: MutableMapping[Any, Any],
     key: Hashable,
@@ -80,7 +80,9 @@ def _return(
     return True
 
 
-def return_in_memory(store: TieredStore, stock: MutableMapping[Any, Any], given: Returned) -> None:
+def return_in_memory(
+    store: TieredStore, stock: MutableMapping[Any, Any], given: HandedOver
+) -> None:
     """Hand over the values in memory, and delete those that were released meanwhile.
 
     This includes values that are spilled while it runs. It reads only the few values that were

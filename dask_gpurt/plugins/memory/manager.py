@@ -1,8 +1,8 @@
 """Managed memory of one worker: installs our store in place of the worker's, and drives it.
 
-This module creates the tiers that the settings ask for. It has tasks claim room before they run,
-and values read off the event loop before they are sent. It tells the store when the worker and the
-scheduler expect the next uses of values, and how much room unmanaged memory leaves.
+Tasks claim room before they run. Values are read off the event loop before they are sent. This
+module tells the store when the worker and the scheduler expect the next uses of values, and how
+much room unmanaged memory leaves. `store_levels` creates the tiers that the settings ask for.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from dask_gpurt.memory.decisions.admission import Claim
 from dask_gpurt.memory.decisions.backoff import LogThrottle
 from dask_gpurt.memory.decisions.eviction_policy import POLICIES
 from dask_gpurt.memory.decisions.foresight import assigned_use
-from dask_gpurt.memory.decisions.group_sizes import GroupSizes
 from dask_gpurt.memory.decisions.levels import Value
+from dask_gpurt.memory.decisions.prefix_sizes import PrefixSizes
 from dask_gpurt.memory.decisions.process_samples import SAMPLES, ProcessSamples
 from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
 from dask_gpurt.plugins.memory.get_data import DataServer
 from dask_gpurt.plugins.memory.gpu_store import LEAST_SHARE, is_on_device
-from dask_gpurt.plugins.memory.handback import Returned, return_in_memory, return_spilled
+from dask_gpurt.plugins.memory.handback import HandedOver, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.patches import worker_memory
 from dask_gpurt.plugins.patches.p2p import context_meter, event_loop
@@ -97,7 +97,7 @@ class ManagedMemory:
         self._owners = owners
         self._loop = event_loop(worker)
         self._stock: Any = worker.data
-        self._sizes = GroupSizes()
+        self._sizes = PrefixSizes()
         #: Next uses that the scheduler predicted, by key.
         self._hints: dict[Hashable, Any] = {}
         self._query: asyncio.Task[None] | None = None
@@ -159,7 +159,7 @@ class ManagedMemory:
                 partial(_submit, self._writes),
                 partial(_submit, self._reads),
                 self._on_loop,
-                self._later,
+                self._after_delay,
             ),
             top_level_of=self._top_level_of,
             upcoming=self._upcoming,
@@ -190,7 +190,7 @@ class ManagedMemory:
     def _on_loop(self, call: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(call)
 
-    def _later(self, call: Callable[[], None]) -> None:
+    def _after_delay(self, call: Callable[[], None]) -> None:
         self._loop.call_later(DEFER_S, call)
 
     # ------------------------------------------------------------------ tasks and messages
@@ -202,15 +202,15 @@ class ManagedMemory:
         # Dask may have made this call before the runtime was detached, and run it only afterwards.
         if task is None or self._is_closed:
             return await stock(key, **kwargs)
-        group = task.prefix
+        prefix = task.prefix
         begun: asyncio.Future[set[Hashable]] = self._loop.create_future()
         claim, is_ready = self.store.claim(
             key,
             [dependency.key for dependency in task.dependencies],
-            self._sizes.expected(group) or 0,
+            self._sizes.expected(prefix) or 0,
             task.priority or (),
             partial(_set_result, begun),
-            self._sizes.top_level(group),
+            self._sizes.top_level(prefix),
         )
         self._claims[key] = claim
         spilled = [value for value in claim.values if not value.in_memory]
@@ -229,7 +229,7 @@ class ManagedMemory:
                 del self._claims[key]
             self.store.end(claim)
             self._progress_at = self._loop.time()
-        self._learn(group, key, claim, event)
+        self._learn(prefix, key, claim, event)
         return event
 
     async def _admitted(
@@ -243,17 +243,17 @@ class ManagedMemory:
         enter_phase(self._owners.ledger, name, start_s, key=key)
         return lost
 
-    def _learn(self, group: str, key: Any, claim: Claim, event: Any) -> None:
+    def _learn(self, prefix: str, key: Any, claim: Claim, event: Any) -> None:
         """Learn sizes from a finished task, and enter it into the ledger."""
         if (result := worker_memory.result_of(event)) is None:
             return
         value, nbytes, took_s = result
-        self._sizes.learn(group, nbytes, self._top_level_of(value))
-        self._task_order.learn(group, sum(one.nbytes for one in claim.values), nbytes)
+        self._sizes.learn(prefix, nbytes, self._top_level_of(value))
+        self._task_order.learn(prefix, sum(one.nbytes for one in claim.values), nbytes)
         # Dask has measured the value in the task's thread; doing it again would block the loop.
         self.store.measured[key] = nbytes
         now_s = self._owners.ledger.clock()
-        entry = LedgerEntry(COMPUTE, group, nbytes, now_s - took_s, now_s, key=key)
+        entry = LedgerEntry(COMPUTE, prefix, nbytes, now_s - took_s, now_s, key=key)
         self._owners.ledger.add(entry)
 
     def _may_wait(self, key: Hashable) -> None:
@@ -353,7 +353,7 @@ class ManagedMemory:
                 # only after this call. The next call sees the effect.
                 release = partial(self._release_memory, samples.over_nbytes)
                 self._release = self._writes.submit(
-                    _logged, release, priority=Priority.HIGH, path="release"
+                    _call_and_log, release, priority=Priority.HIGH, path="release"
                 )
             if process_nbytes < self._target_nbytes:
                 self._owners.relax_budget()
@@ -404,7 +404,7 @@ class ManagedMemory:
         if members := self.store.residency.levels[HOST].members:
             for _ in range(samples.n_leaving(len(members))):
                 self.store.evict()
-            self._eviction = self._writes.submit(_logged, malloc.trim, path="release")
+            self._eviction = self._writes.submit(_call_and_log, malloc.trim, path="release")
         elif samples.n_over == SAMPLES:
             worker_memory.warn_of_unmanaged(process_nbytes)
 
@@ -431,7 +431,7 @@ class ManagedMemory:
         it keeps our store and the values in memory. This method waits for writes in flight: none
         may run when Dask removes the worker's directory.
         """
-        given: Returned = {}
+        given: HandedOver = {}
         if not self._is_closed and not worker_memory.is_closing(self._worker):
             level = self._levels.inherited_level
             goes = partial(worker_memory.is_closing, self._worker)
@@ -468,10 +468,10 @@ def _set_result(begun: asyncio.Future[set[Hashable]], lost: set[Hashable]) -> No
 
 
 def _submit(lane: Lane, call: Callable[[], None], path: str = "", nbytes: int = 0) -> None:
-    lane.submit(_logged, call, path=path, nbytes=nbytes)
+    lane.submit(_call_and_log, call, path=path, nbytes=nbytes)
 
 
-def _logged(call: Callable[[], None]) -> None:
+def _call_and_log(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception:

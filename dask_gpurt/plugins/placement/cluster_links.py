@@ -159,7 +159,7 @@ class ClusterLinks:
         else:
             self._forget_links()
 
-    def describe(self, topology: Topology, workers: Iterable[WorkerState]) -> None:
+    def set_topology(self, topology: Topology, workers: Iterable[WorkerState]) -> None:
         """Replace the description. What was measured stays."""
         self._topology = topology
         # Workers without a location would count as undescribed while they are added one by one.

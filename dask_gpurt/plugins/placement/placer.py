@@ -2,8 +2,9 @@
 
 The scheduler's own restrictions (workers, hosts, resources, actors) come first: the rules only see
 the workers that those allow. `rules` decides for tasks with inputs, `root_tasks` for those without.
-This module only decides which steals pay. `plugins.patches.task_placement` replaces the scheduler's
-decisions by these, `scheduler_view` reads the scheduler's state, `decision_log` keeps decisions.
+This module itself decides which steals pay. `plugins.patches.task_placement` replaces the
+scheduler's decisions by these. `scheduler_view` reads the scheduler's state, `decision_log` keeps
+decisions.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Placement:
     policy
         `data-aware`; `stock`, which only logs stock Dask's decisions; or `auto`, which is
         `data-aware` while all links between workers are described, and else `stock`. Where links
-        have to be learnt, some graphs take longer than with stock Dask: joins on 64 GPUs 1.62 of
-        its time (`benchmarks.simulated_placement --policy data-aware-untold`).
+        have to be learnt, some graphs take longer than with stock Dask. Joins on 64 GPUs took 1.62
+        times as long (`benchmarks.simulated_placement --policy data-aware-untold`).
     topology
         The description of the machines; None if there is none.
     clock
@@ -114,9 +115,9 @@ class Placement:
         self._failed_moves.workers_changed()
         self._roots.remove_worker(address)
 
-    def describe(self, topology: Topology) -> None:
+    def set_topology(self, topology: Topology) -> None:
         """Replace the description of the machines."""
-        self._view.describe(topology)
+        self._view.set_topology(topology)
         self._contractions.workers_changed()
 
     def observe(self, address: str, rates: Mapping[str, tuple[float, int]]) -> None:

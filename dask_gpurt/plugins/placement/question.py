@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
 
 _NO_COSTS: Mapping[str, Cost] = {}
-#: Fewer tasks that need an input do not make it a shared one.
+#: An input counts as shared only if at least this many tasks need it.
 MIN_SHARING = 3
 
 
@@ -137,11 +137,11 @@ class Question:
         return self._joins
 
     def holder_of_own(self, n_workers: int) -> WorkerState | None:
-        """Return the one worker that has all inputs but *shared* ones; None if there is no such.
+        """Return the one worker that has all inputs but *shared* ones; None if there is none.
 
-        An input is shared if as many tasks need it as there are workers, and three or more: then
-        nearly every worker fetches it anyway. A task's part of these copies must be no larger than
-        its other inputs.
+        An input is shared if at least as many tasks need it as there are workers, and at least
+        three. Then nearly every worker fetches it anyway. A task's part of these copies must be no
+        larger than its other inputs.
         """
         dependencies = self.ts.dependencies
         least = max(n_workers, MIN_SHARING)

@@ -41,11 +41,10 @@ MAX_TASKS_READ = 32
 NEARLY_ALL = 0.9
 #: Least seconds that a Dask worker takes to handle a task.
 UNKNOWN_S = 0.001
-#: Seconds assumed for a queued task of a kind of which none has ended, when such a task is placed.
-#: Also the longest wait for which such a task stays with its inputs. Two
-#: alternatives made some graphs slower than with stock Dask. Stock Dask's half a second has blocks
-#: sent over NVLink although it takes less to process them. A millisecond lets all tasks wait where
-#: they need the fewest bytes.
+#: Seconds assumed for a queued task whose kind has not ended yet. Such a task also waits this long
+#: at most for the holder of its inputs. Two alternatives made some graphs slower than with stock
+#: Dask. With stock Dask's half a second, blocks are sent over NVLink although it takes less to
+#: process them. With a millisecond, all tasks wait where they need the fewest bytes.
 NEW_S = 0.1
 #: Share of its memory limit at which a worker begins to spill by default.
 SPILL_FROM = 0.6
@@ -96,10 +95,10 @@ class PlacementView:
         if described == GPU or any(name.lower() == GPU for name in ws.resources):
             self.with_gpu.add(ws.address)
 
-    def describe(self, topology: Topology) -> None:
+    def set_topology(self, topology: Topology) -> None:
         """Replace the description of the machines. Transfers in flight no longer delay others."""
         workers = self._scheduler.workers.values()
-        self.links.describe(topology, workers)
+        self.links.set_topology(topology, workers)
         self.in_flight.by_inlet.clear()
         self.in_flight.by_outlet.clear()
         self.with_gpu.clear()

@@ -1,8 +1,8 @@
 """Array rechunks: the spec that replaces the stock one, and the run it creates.
 
-`frames.chunks` cuts chunks along the new chunking. An input chunk is an
-input partition, and `exchange_run` does the rest. A run carries chunks of any array type. So it
-needs no sample before it begins; the stock spec describes none.
+`frames.chunks` cuts chunks along the new chunking. An input chunk is an input partition, and
+`exchange_run` does the rest. A run carries chunks of any array type. So it needs no sample before
+it begins; the stock spec describes none.
 """
 
 from __future__ import annotations

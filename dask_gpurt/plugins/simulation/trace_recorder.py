@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dask.typing import Key
 from distributed import SchedulerPlugin
 
-from dask_gpurt.errors import ActivationError, TraceError
+from dask_gpurt.errors import ActivationError, WorkloadError
 from dask_gpurt.plugins import activation
 from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 
@@ -80,11 +80,11 @@ class TraceRecorder(SchedulerPlugin):
 
         Raises
         ------
-        TraceError
+        WorkloadError
             Nothing was recorded, or more than `max_tasks` tasks ran.
         """
         if self._is_full:
-            raise TraceError(f"{name}: more than {self._max_tasks} tasks ran")
+            raise WorkloadError(f"{name}: more than {self._max_tasks} tasks ran")
         keys = sorted(self._rows, key=lambda key: (self._rows[key][0], key))
         position = {key: number for number, key in enumerate(keys)}
         tasks = []
@@ -107,7 +107,7 @@ class Recording:
 
         Raises
         ------
-        TraceError
+        WorkloadError
             Nothing was recorded, or more than `MAX_TASKS` tasks ran.
         """
         text = self._client.run_on_scheduler(  # type: ignore[no-untyped-call]

@@ -146,7 +146,7 @@ class Machines:
                 self._is_outdated = self.is_described and self._learner is not None
             elif self._learner is not None and found.topology != self.topology:
                 self.topology = found.topology
-                self._learner.describe(found.topology)
+                self._learner.set_topology(found.topology)
 
     # ------------------------------------------------------------------ probing
 

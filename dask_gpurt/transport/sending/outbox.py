@@ -242,19 +242,19 @@ class Outbox(Generic[T]):
                 peer.is_told = False
         for peer in told:
             self._look_at(peer)
-        if self._may_not_hold:
+        if self._must_send_now:
             for peer in tuple(self._held):
                 self._send_now(peer)
 
     @property
-    def _may_not_hold(self) -> bool:
+    def _must_send_now(self) -> bool:
         return bool(self._flushes or self._n_blocked or self._hold_s <= 0)
 
     def _look_at(self, peer: _Peer[T]) -> None:
         """Send a message to a peer if there is one to send now; else let it wait for more."""
         if not peer.waiting or peer.is_in_line or self._stopped:
             return
-        if self._may_not_hold or peer.queued_nbytes >= self._message_nbytes(peer.name):
+        if self._must_send_now or peer.queued_nbytes >= self._message_nbytes(peer.name):
             self._send_now(peer)
         elif peer not in self._held:
             self._held[peer] = self._loop.call_later(self._hold_s, self._send_now, peer)

@@ -14,7 +14,7 @@ import dask_gpurt
 from dask_gpurt.collectives import Communicator
 from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.plugins.collectives.groups.group_member import AHEAD, LATE, OVER
-from dask_gpurt.plugins.collectives.groups.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall, SliceHeader
 from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
 from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
@@ -22,7 +22,7 @@ from tests.plugins.collectives.gang import forced, on_cluster
 from tests.plugins.collectives.test_operations import all_operations
 
 TWO = [("127.0.0.1", 1), ("127.0.0.2", 1)]
-SUBJECT = Subject("allreduce(sum)", (4,), "<f8", "one-shot", 1)
+SUBJECT = OperationCall("allreduce(sum)", (4,), "<f8", "one-shot", 1)
 HEADER = SliceHeader(1, 0, 1, 0, 1, 32, 0, SUBJECT.encoded())
 
 

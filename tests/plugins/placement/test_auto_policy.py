@@ -37,7 +37,7 @@ def run(policy, topology, later=None):
         clock = asyncio.get_running_loop().time
         placed.append(Placement(scheduler, policy, told, clock=clock))
         if later is not None:
-            placed[0].describe(later.as_reported())
+            placed[0].set_topology(later.as_reported())
 
     return simulate(MODEL, MACHINE, install), placed[0]
 

@@ -83,14 +83,14 @@ def test_a_new_description_keeps_what_was_measured(discovered):
     for _ in range(100):
         discovered.observe(LEFT0.address, {RIGHT0.address: (1.25e9, 1)})
     before = discovered(RIGHT0.address, LEFT0.address)
-    discovered.describe(parse("hosts: [" + ", ".join(map(_alone, "34")) + "]"), EVERYBODY)
+    discovered.set_topology(parse("hosts: [" + ", ".join(map(_alone, "34")) + "]"), EVERYBODY)
     assert discovered.undescribed() == sorted(one.address for one in EVERYBODY)
-    discovered.describe(load("two-hosts").as_reported(), EVERYBODY)
+    discovered.set_topology(load("two-hosts").as_reported(), EVERYBODY)
     assert discovered.undescribed() == [STRANGER.address]
     assert not discovered.are_described()
     discovered.remove(STRANGER.address)
     assert discovered(RIGHT0.address, LEFT0.address) == before
-    discovered.describe(load("two-hosts").as_reported(), EVERYBODY[:-1])
+    discovered.set_topology(load("two-hosts").as_reported(), EVERYBODY[:-1])
     assert discovered.are_described()
 
 

@@ -7,7 +7,7 @@ import pytest
 from dask.utils import key_split
 from distributed import Client, LocalCluster, wait
 
-from dask_gpurt.errors import TraceError
+from dask_gpurt.errors import WorkloadError
 from dask_gpurt.plugins.simulation.simulated_run import simulate
 from dask_gpurt.plugins.simulation.trace_recorder import TraceRecorder, recorded
 from dask_gpurt.simulate.example_clusters import pcie_gpus
@@ -58,7 +58,7 @@ def test_existing_data_is_part_of_the_trace(client):
 
 
 def test_empty_recording_is_not_a_trace(client):
-    with recorded(client) as recording, pytest.raises(TraceError, match="no task is wanted"):
+    with recorded(client) as recording, pytest.raises(WorkloadError, match="no task is wanted"):
         recording.workload("nothing")
 
 
@@ -66,7 +66,7 @@ def test_oversized_recording_is_an_error(client):
     client.register_plugin(TraceRecorder(max_tasks=3), name="small")
     try:
         client.compute(da.ones(10, chunks=2), optimize_graph=False).result()
-        with pytest.raises(TraceError, match="more than 3"):
+        with pytest.raises(WorkloadError, match="more than 3"):
             client.run_on_scheduler(
                 lambda dask_scheduler: dask_scheduler.plugins["small"].workload("x")
             )

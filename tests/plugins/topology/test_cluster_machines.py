@@ -82,7 +82,7 @@ class Learner:
     def undescribed(self):
         return list(self._undescribed)
 
-    def describe(self, topology):
+    def set_topology(self, topology):
         self.described.append(topology)
 
     def observe(self, target, rates):

@@ -7,8 +7,8 @@ each peer at a time. A peer answers when it has a slice, so nothing piles up at 
 If a peer fails, its sender also sends to those that the peer would have sent to.
 
 Slices travel as messages of shuffles do: over shared memory, UCX or Dask's connections. All have a
-checksum, also in shared memory: a sender that has given up reuses it, and a slow worker may read it
-later. On the event loop; copies are made in threads.
+checksum. Slices in shared memory have one too: a sender that gives up reuses the memory, and a slow
+worker may still read it. This runs on the event loop; copies are made in threads.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def _reasons(answers: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {peer: str(one["why_not"]) for peer, one in answers.items() if one.get("why_not")}
 
 
-async def spread(
+async def broadcast_value(
     links: Links,
     rpc: ConnectionPool,
     address: str,
@@ -412,7 +412,7 @@ async def _spread(
 ) -> dict[str, dict[str, Any]]:
     answers = await receivers.ask(workers, "gpurt_broadcast_join", JOIN_PATIENCE_S, **invitation)
     if absent := _reasons(answers):
-        # Without a worker, slices have another way. The caller may try again.
+        # If a worker is missing, the slices need another route. The caller may try again.
         present = [one for one in workers if one not in absent]
         await receivers.ask(present, "gpurt_broadcast_leave", JOIN_PATIENCE_S)
         return {"reached": {}, "failed": absent}

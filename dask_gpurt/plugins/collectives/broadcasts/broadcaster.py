@@ -1,10 +1,10 @@
-"""The scheduler's side of broadcasts: who gets a value from whom, and another try without the dead.
+"""The scheduler's side of broadcasts: who gets a value from whom, and retries without lost workers.
 
 Stock Dask copies a value in rounds: each worker that has it gives it to two others, as a whole, and
 serialises it again. Here one worker serialises it once. Slices go from host to host, so each passes
 a network card once, and inside a host through its shared memory.
 
-Stock Dask makes all copies that are missing in the end.
+Stock Dask then makes the copies that are still missing.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ class Broadcaster:
         others, n_slices = self._way(name, workers, nbytes)
         began_s, links = time(), _SchedulerLinks(self._scheduler)
         # Not at import: it needs what runs of shuffles need, and few programs broadcast.
-        from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import spread
+        from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import broadcast_value
 
-        answer = await spread(
+        answer = await broadcast_value(
             links,  # type: ignore[arg-type]
             self._scheduler.rpc,
             name,

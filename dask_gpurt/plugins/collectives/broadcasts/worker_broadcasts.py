@@ -19,7 +19,11 @@ from dask_gpurt.errors import DamagedError, ProtocolError, TransportError
 from dask_gpurt.memory.store import TieredStore
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.awaited_values import AwaitedValues
-from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import PATIENCE_S, BroadcastRun, spread
+from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import (
+    PATIENCE_S,
+    BroadcastRun,
+    broadcast_value,
+)
 from dask_gpurt.plugins.patches.connections import LostPeers
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
@@ -63,7 +67,7 @@ class WorkerBroadcasts:
         Returns
         -------
         dict
-            As from `spread`.
+            As from `broadcast_value`.
         """
         try:
             value = await self._value(key)
@@ -71,7 +75,7 @@ class WorkerBroadcasts:
             return {"reached": {}, "failed": {self._worker.address: "it has no such value"}}
         header, stretches = await asyncio.to_thread(serialize, value)
         del value
-        return await spread(
+        return await broadcast_value(
             self._state.links,
             self._worker.rpc,
             self._worker.address,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from dask_gpurt.devices.host_memory.pool import HostPool
-    from dask_gpurt.plugins.collectives.groups.group_messages import Subject
+    from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall
     from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
     from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
@@ -147,7 +147,7 @@ class GroupMember:
         call: str,
         thread: TaskThread,
         plan: OperationPlan | None,
-        prepare: Callable[[Subject], OperationPlan] | None = None,
+        prepare: Callable[[OperationCall], OperationPlan] | None = None,
     ) -> None:
         """Begin an operation; `thread` is let go when it ends."""
         if self.failure is not None or self._is_over:
@@ -185,7 +185,7 @@ class GroupMember:
         """Send a small message; the operation need not wait for its answer."""
         task = asyncio.create_task(self.deliver(peer, compose))
         self._behind.setdefault(epoch, set()).add(task)
-        task.add_done_callback(partial(self._is_sent, epoch))
+        task.add_done_callback(partial(self._on_sent, epoch))
 
     async def _heard(self, last: int) -> None:
         """Wait for answers to small messages up to an operation; fail if none comes in time."""
@@ -203,7 +203,7 @@ class GroupMember:
                 why = f"rank {self.rank} made no progress for {self.timeout_s:g} s"
                 self.fail(CollectiveError(f"{why}: peers have not taken its messages"))
 
-    def _is_sent(self, epoch: int, task: asyncio.Task[None]) -> None:
+    def _on_sent(self, epoch: int, task: asyncio.Task[None]) -> None:
         tasks = self._behind[epoch]
         tasks.discard(task)
         if not tasks:

@@ -37,7 +37,7 @@ _HEADER = struct.Struct("<QIIIIQQ")
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class OperationCall:
     """The operation that a rank calls, with the shape and type of its value.
 
     Attributes
@@ -66,7 +66,7 @@ class Subject:
         ).encode()
 
     @classmethod
-    def decoded(cls, text: bytes) -> Subject:
+    def decoded(cls, text: bytes) -> OperationCall:
         """Return the subject in a header.
 
         Raises
@@ -92,7 +92,7 @@ class Subject:
             raise ProtocolError("not the description of a value") from error
         return cls(call, tuple(shape), dtype, algorithm, n_slices)
 
-    def differs(self, rank: int, other: Subject, peer: int) -> str:
+    def differs(self, rank: int, other: OperationCall, peer: int) -> str:
         """Return how the value or call of a rank differs from that of another one."""
         if self.call != other.call:
             first, second = sorted([(rank, self.call), (peer, other.call)])

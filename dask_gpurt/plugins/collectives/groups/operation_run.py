@@ -24,7 +24,7 @@ from dask_gpurt.collectives.slice_memory import Buffer, SliceMemory, bytes_of
 from dask_gpurt.collectives.steps import SliceReceive, SliceSend, Step
 from dask_gpurt.devices.host_memory.pool import Tenant
 from dask_gpurt.errors import CollectiveError, DamagedError, ProtocolError
-from dask_gpurt.plugins.collectives.groups.group_messages import SliceHeader, Subject
+from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall, SliceHeader
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
 from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.shuffle.messages import Message
@@ -49,7 +49,7 @@ class OperationPlan:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: OperationCall,
         steps: Sequence[Step],
         memory: SliceMemory,
         operation: Operation | None = None,
@@ -76,12 +76,12 @@ class OperationRun:
         call: str,
         thread: TaskThread,
         plan: OperationPlan | None,
-        prepare: Callable[[Subject], OperationPlan] | None = None,
+        prepare: Callable[[OperationCall], OperationPlan] | None = None,
     ) -> None:
         self._member, self.epoch, self.call, self._thread = member, epoch, call, thread
         self.plan, self._prepare = plan, prepare
         #: The value that another rank announced, if this one did not know it.
-        self._announced: Subject | None = None
+        self._announced: OperationCall | None = None
         self.step = -1
         self.error: BaseException | None = None
         self._waiting: asyncio.Future[None] | None = None
@@ -154,13 +154,13 @@ class OperationRun:
                 raise self.error
             loop = asyncio.get_running_loop()
             self._waiting = loop.create_future()
-            timer = loop.call_later(self._member.timeout_s, self._is_late, late)
+            timer = loop.call_later(self._member.timeout_s, self._fail_late, late)
             try:
                 await self._waiting
             finally:
                 timer.cancel()
 
-    def _is_late(self, late: Callable[[], str]) -> None:
+    def _fail_late(self, late: Callable[[], str]) -> None:
         self._member.fail(
             CollectiveError(
                 f"{self.call} of rank {self._member.rank} made no progress for"
@@ -234,9 +234,9 @@ class OperationRun:
 
         task = asyncio.create_task(deliver())
         self._sending.add(task)
-        task.add_done_callback(self._is_sent)
+        task.add_done_callback(self._on_sent)
 
-    def _is_sent(self, task: asyncio.Task[None]) -> None:
+    def _on_sent(self, task: asyncio.Task[None]) -> None:
         self._sending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._member.fail(error)
@@ -286,12 +286,12 @@ class OperationRun:
         peer = header.rank
         if self.plan is None:
             if self._announced is None:
-                self._announced = self._checked(Subject.decoded(header.subject), peer)
+                self._announced = self._checked(OperationCall.decoded(header.subject), peer)
                 self._wake()
             await self._member.until(lambda: self.plan is not None)
         assert self.plan is not None
         if header.subject != self.plan.encoded:
-            other = Subject.decoded(header.subject)
+            other = OperationCall.decoded(header.subject)
             raise self._differs(self.plan.subject, other, peer)
         await self._member.until(lambda: self.step >= header.step)
         key = header.step, peer
@@ -326,15 +326,15 @@ class OperationRun:
         self._taken[key] = True
         self._member.changed()
 
-    def _differs(self, mine: Subject, other: Subject, peer: int) -> CollectiveError:
+    def _differs(self, mine: OperationCall, other: OperationCall, peer: int) -> CollectiveError:
         """Fail, and return the error. The sender gets the same: either may be the first to tell."""
         error = CollectiveError(mine.differs(self._member.rank, other, peer))
         self._member.fail(error)
         return error
 
-    def _checked(self, subject: Subject, peer: int) -> Subject:
+    def _checked(self, subject: OperationCall, peer: int) -> OperationCall:
         if subject.call != self.call:
-            raise self._differs(Subject(self.call, (), "u1", "", 1), subject, peer)
+            raise self._differs(OperationCall(self.call, (), "u1", "", 1), subject, peer)
         if subject.nbytes > self._member.memory_nbytes:
             raise ProtocolError(f"a value of {subject.nbytes} bytes is more than the memory here")
         return subject

@@ -1,4 +1,4 @@
-"""A rank of a group, as the function sees it that `Communicator.run` calls on each worker.
+"""A rank of a group. `Communicator.run` passes it to the function on each worker.
 
 Calls block the thread of the task until the operation is done, on this rank. The event loop of the
 worker carries it out (`operation_run`).
@@ -28,7 +28,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import (
     ADDABLE,
     MOVABLE,
     GroupFailure,
-    Subject,
+    OperationCall,
 )
 from dask_gpurt.plugins.collectives.groups.operation_run import OperationPlan
 from dask_gpurt.plugins.collectives.groups.task_thread import TaskThread
@@ -197,7 +197,7 @@ class Rank:
         like = np.empty(0) if array is None else _checked(array, MOVABLE)
         made: list[Any] = []
 
-        def prepare(subject: Subject) -> OperationPlan:
+        def prepare(subject: OperationCall) -> OperationPlan:
             dtype = np.dtype(subject.dtype)
             length = subject.nbytes // dtype.itemsize
             result = self._empty(like, length, dtype)
@@ -283,8 +283,8 @@ class Rank:
     def _best(self, collective: Collective, nbytes: int) -> AlgorithmCost:
         return self._candidates(collective, nbytes)[0]
 
-    def _subject(self, call: str, array: Any, best: AlgorithmCost) -> Subject:
-        return Subject(
+    def _subject(self, call: str, array: Any, best: AlgorithmCost) -> OperationCall:
+        return OperationCall(
             call, array.shape, array.dtype.str, best.algorithm, max(1, best.work.n_slices)
         )
 
@@ -297,7 +297,7 @@ class Rank:
     def _run(
         self,
         collective: Collective,
-        subject: Subject,
+        subject: OperationCall,
         memory: SliceMemory,
         operation: Operation | None = None,
         root: int = 0,
@@ -314,7 +314,7 @@ class Rank:
         collective: Collective,
         call: str,
         plan: OperationPlan | None,
-        prepare: Callable[[Subject], OperationPlan] | None,
+        prepare: Callable[[OperationCall], OperationPlan] | None,
     ) -> None:
         if not self._is_busy.acquire(blocking=False):
             raise CollectiveError(
@@ -330,7 +330,7 @@ class Rank:
         finally:
             self._is_busy.release()
 
-    def _note(self, collective: Collective, subject: Subject) -> None:
+    def _note(self, collective: Collective, subject: OperationCall) -> None:
         nbytes = subject.nbytes * (self.size if collective == "all-gather" else 1)
         self._last |= {"nbytes": nbytes, "chosen": subject.algorithm}
         if subject.call == "barrier()":

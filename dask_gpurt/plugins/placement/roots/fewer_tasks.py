@@ -1,4 +1,4 @@
-"""Fewer tasks for frames and for the inputs of shuffles, as the cluster's workers can use them.
+"""Puts small tasks of frames, and tasks that hand over inputs of shuffles, together.
 
 The scheduler calls this module for each graph, before it makes tasks of it. If there is nothing to
 put together, the graph stays as it is: the very same object.

@@ -28,7 +28,7 @@ class QueueHold:
         self._timer: asyncio.TimerHandle | None = None
         self._recheck_is_due = False
 
-    def may_wait(self, ts: TaskState, seconds: float) -> bool:
+    def hold(self, ts: TaskState, seconds: float) -> bool:
         """Return whether to hold a task, given the seconds from its first hold to its deadline."""
         loop = asyncio.get_running_loop()
         until = self._until.get(ts.key)

@@ -388,7 +388,7 @@ class RootTasks:
             and view.busy_s(ws) <= late_s * ws.nthreads
             and is_better(ws)
             for ws in state.running
-        ) and self._queue_hold.may_wait(ts, late_s)
+        ) and self._queue_hold.hold(ts, late_s)
 
     # ------------------------------------------------------------------ later joins
 

@@ -149,7 +149,7 @@ class TreeRuns:
         runs = leaf.runs
         for ws in self._with_free_slot():
             key = runs.next_task(ws.address)
-            if key is None and (self._begins(leaf, front, ws) or self._takes(runs, ws)):
+            if key is None and (self._try_begin(leaf, front, ws) or self._try_take(runs, ws)):
                 key = runs.next_task(ws.address)
             if key is not None:
                 return self._scheduler.tasks[key]
@@ -183,7 +183,7 @@ class TreeRuns:
         )
         runs.begin(ws.address, [leaf.ts.key, *islice(free, n_leaves - 1)])
 
-    def _begins(self, leaf: Leaf, front: TaskState, ws: WorkerState) -> bool:
+    def _try_begin(self, leaf: Leaf, front: TaskState, ws: WorkerState) -> bool:
         """Begin a run of a worker with queued tasks; return whether there were any."""
         runs = leaf.runs
         if runs.owner(leaf.ts.key) is not None:
@@ -211,7 +211,7 @@ class TreeRuns:
         free = islice(self._scheduler.idle_task_count, MAX_OFFERED)
         return next((ws for ws in free if not runs.is_served(ws.address)), None)
 
-    def _takes(self, runs: Runs[Key], thief: WorkerState) -> bool:
+    def _try_take(self, runs: Runs[Key], thief: WorkerState) -> bool:
         """Let a worker take over half of the longest run that waits, if that pays."""
         # Its second task only waits for the first one. That it is made near its neighbours matters
         # more.
@@ -239,7 +239,7 @@ class TreeRuns:
                     self._moved_s(last, thief, victim),
                 )
             wait_s = HOLD_S + n_ahead / victim.nthreads * duration_s
-            if not pays and self._hold.may_wait(last, wait_s):
+            if not pays and self._hold.hold(last, wait_s):
                 return False
         runs.take(address, thief.address)
         return True

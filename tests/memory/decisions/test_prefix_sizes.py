@@ -1,4 +1,4 @@
-"""Output sizes of tasks are predicted from earlier outputs of their group."""
+"""Output sizes of tasks are predicted from earlier outputs of their prefix."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.decisions.group_sizes import GroupSizes
+from dask_gpurt.memory.decisions.prefix_sizes import PrefixSizes
 
 
 def learnt(*sizes: int) -> int | None:
-    known = GroupSizes()
+    known = PrefixSizes()
     for nbytes in sizes:
         known.learn("random_sample", nbytes)
     return known.expected("random_sample")
 
 
 def test_unseen_group_has_no_expected_size():
-    known = GroupSizes()
+    known = PrefixSizes()
     known.learn("sum", 8)
     assert known.expected("random_sample") is None
 
@@ -31,7 +31,7 @@ def test_outputs_of_one_size_are_expected_at_that_size():
 def test_sizes_that_vary_are_expected_high():
     random_ = random.Random(4)
     sizes = [max(0, int(random_.gauss(1_000_000, 100_000))) for _ in range(500)]
-    known = GroupSizes()
+    known = PrefixSizes()
     covered = 0
     for nbytes in sizes:
         expected = known.expected("read_parquet")
@@ -54,15 +54,15 @@ def test_a_group_that_changes_its_size_is_followed():
     assert learnt(*[50_000] * 100, *[1_000] * 100) < 2_000
 
 
-def test_groups_do_not_mix():
-    known = GroupSizes()
+def test_prefixes_do_not_mix():
+    known = PrefixSizes()
     known.learn("one", 1)
     known.learn("two", 2)
     assert (known.expected("one"), known.expected("two")) == (1, 2)
 
 
 def test_level_of_outputs_is_learnt_and_replaces_the_previous():
-    known = GroupSizes()
+    known = PrefixSizes()
     assert known.top_level("map") == 0
     known.learn("map", 100)
     known.learn("map", 7, top_level=1)
@@ -72,21 +72,21 @@ def test_level_of_outputs_is_learnt_and_replaces_the_previous():
 
 
 def test_least_recently_used_group_is_forgotten():
-    known = GroupSizes(max_groups=3)
-    for group in "abc":
-        known.learn(group, 1)
+    known = PrefixSizes(max_prefixes=3)
+    for prefix in "abc":
+        known.learn(prefix, 1)
     known.expected("a")
     known.learn("b", 1)
     known.learn("d", 1)
-    assert [known.expected(group) for group in "abcd"] == [1, 1, None, 1]
+    assert [known.expected(prefix) for prefix in "abcd"] == [1, 1, None, 1]
     assert len(known) == 3
 
 
 def test_invalid_sizes_are_refused():
     with pytest.raises(ValueError, match="-1 bytes"):
-        GroupSizes().learn("sum", -1)
+        PrefixSizes().learn("sum", -1)
     with pytest.raises(ValueError, match="at least 1"):
-        GroupSizes(max_groups=0)
+        PrefixSizes(max_prefixes=0)
 
 
 @given(st.lists(st.integers(0, 2**50), min_size=1, max_size=50))
