@@ -189,6 +189,42 @@ def test_inputs_of_finished_tasks_are_not_prefetched():
         assert client.run(ahead, 0) == {worker.address: []}
 
 
+def test_a_paused_worker_reads_nothing_ahead():
+    """No task may begin, and the value would keep the worker above its limit."""
+
+    async def at(share, dask_worker):
+        dask_worker.monitor.get_process_memory = lambda: int(share * 32 * MIB)
+        await dask_worker.memory_manager.memory_monitor(dask_worker)
+        return dask_worker.status.name
+
+    async def loads(dask_worker):
+        store = dask_worker.data
+        store.decide()
+        while store._is_deciding:
+            await asyncio.sleep(0)
+        return store.residency._loads, store.is_spilled("value")
+
+    marks = {
+        "distributed.worker.memory.spill": 0.7,
+        "distributed.worker.memory.pause": 0.8,
+        "distributed.worker.memory.monitor-interval": "1h",
+    }
+    with cluster(n_workers=1, **marks) as client, Gate() as gate:
+        (worker,) = client.cluster.workers.values()
+        value = client.submit(np.zeros, MIB, "u1", key="value")
+        running = client.submit(pass_gate, gate.path, priority=9)
+        gate.wait_for()
+        use = client.submit(np.sum, value)
+        until(lambda: len(worker.state.ready) == 1)
+        assert client.run(at, 0.9) == {worker.address: "paused"}
+        worker.loop.add_callback(worker.data.make_room, 0, 1 << 40)
+        until(lambda: worker.data.is_spilled("value"))
+        assert client.run(loads) == {worker.address: (0, True)}
+        assert client.run(at, 0.5) == {worker.address: "running"}
+        gate.open()
+        assert client.gather([running, use])[1] == 0
+
+
 def test_a_worker_pauses_while_a_value_is_written(monkeypatch):
     relieved = []
     monkeypatch.setattr(

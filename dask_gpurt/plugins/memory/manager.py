@@ -282,6 +282,14 @@ class ManagedMemory:
         return min(here, hint)
 
     def _upcoming(self) -> Iterable[Hashable]:
+        """Return the inputs of the next tasks, which the store reads ahead.
+
+        None while memory is short. A paused worker begins no task, and values that are read would
+        keep it above the limit. Above the limit, values leave again as soon as they are read.
+        """
+        is_over = self._samples is not None and self._samples.is_over_for_long
+        if is_over or worker_memory.is_paused(self._worker):
+            return ()
         # Reading the queue takes a pass over it, so the result is reused for some tasks.
         n_started = self._worker.state.executed_count
         ahead = TASKS_AHEAD * self._worker.state.nthreads
@@ -401,11 +409,12 @@ class ManagedMemory:
         """
         if self._eviction is not None and not self._eviction.done():
             return
-        if members := self.store.residency.levels[HOST].members:
-            for _ in range(samples.n_leaving(len(members))):
-                self.store.evict()
+        members = self.store.residency.levels[HOST].members
+        for _ in range(samples.n_leaving(len(members))):
+            self.store.evict()
+        if members or samples.n_over % SAMPLES == 0:
             self._eviction = self._writes.submit(_call_and_log, malloc.trim, path="release")
-        elif samples.n_over == SAMPLES:
+        if not members and samples.n_over == SAMPLES:
             worker_memory.warn_of_unmanaged(process_nbytes)
 
     def _release_memory(self, over_nbytes: int) -> None:

@@ -229,7 +229,7 @@ def would_answer_busy(worker: Worker, comm: Any, n_more: int) -> bool:
     limit = worker.transfer_outgoing_count_limit
     if get_address_host(comm.peer_address) == get_address_host(worker.address):
         limit = limit * 2
-    if worker.status == Status.paused:
+    if is_paused(worker):
         limit = 1
     return limit is not False and worker.transfer_outgoing_count + n_more >= limit
 
@@ -256,6 +256,11 @@ def spill_limits_nbytes(worker: Worker) -> tuple[int, int | None] | None:
 def is_closing(worker: Worker) -> bool:
     """Return whether a worker closes, and does not only lose the runtime."""
     return worker.status in (Status.closing, Status.closed, Status.failed)
+
+
+def is_paused(worker: Worker) -> bool:
+    """Return whether a worker begins no task, because its process takes too much memory."""
+    return worker.status == Status.paused
 
 
 def is_monitored(worker: Worker) -> bool:
