@@ -29,7 +29,6 @@ SPENT: dict[str, str] = {
     "noncpu_s": "seconds of tasks without a processor: locks, the interpreter's lock, files",
     "held_back_s": "seconds that tasks waited for slow peers of a shuffle",
     "disk_s": "seconds that tasks waited for inputs to be read from disk",
-    "shards_read_s": "seconds of reading shards of shuffles back from disk",
     "room_s": "seconds that tasks waited for memory",
     "scheduler_s": "seconds of the scheduler's event loop on a processor",
     "fetch_s": "seconds of fetching inputs of tasks from other workers",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _OF_TASKS = {
     "p2p-comms-limiter": "held_back_s",
     "disk-read": "disk_s",
-    "p2p-disk-read": "shards_read_s",
     "memory-room": "room_s",
 }
 

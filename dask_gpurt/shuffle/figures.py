@@ -38,15 +38,15 @@ COUNTS = (
     "messages",
     "outputs",
 )
-#: Further counts and seconds in a snapshot. `cpu_s` is of the whole process. In `room_s`, tasks and
-#: messages waited for shards to be written to disk. In `remote_s`, a message to another host was on
-#: its way.
+#: Further counts and seconds in a snapshot. `cpu_s` is of the whole process. In `disk_wait_s`,
+#: tasks and messages waited for shards to be written to disk or read back. In `remote_s`, a message
+#: to another host was on its way.
 MORE_COUNTS = ("rows_owned", "n_owned", "n_threads")
-_MORE_SECONDS = ("lasted_s", "cpu_s", "room_s", "remote_s")
+_MORE_SECONDS = ("lasted_s", "cpu_s", "disk_wait_s", "remote_s")
 MORE_NUMBERS = (*_MORE_SECONDS, "bandwidth")
 #: Counts and seconds that a summary adds up over workers.
 _TOTALS = (*COUNTS, "n_owned", "n_threads")
-_TOTAL_SECONDS = ("cpu_s", "room_s")
+_TOTAL_SECONDS = ("cpu_s", "disk_wait_s")
 
 
 class RunFigures:
@@ -86,10 +86,10 @@ class RunFigures:
         with self._lock:
             self._seconds[phase] += seconds
 
-    def waited_for_room(self, seconds: float) -> None:
-        """Add seconds that a task or a message waited for shards to be written to disk."""
+    def waited_for_disk(self, seconds: float) -> None:
+        """Add seconds that a task or a message waited for shards to be written or read back."""
         with self._lock:
-            self._more["room_s"] += seconds
+            self._more["disk_wait_s"] += seconds
 
     def still_runs(self, lasted_s: float, cpu_s: float) -> None:
         """Record that the run did something `lasted_s` seconds after it began here.
@@ -241,7 +241,7 @@ class RunSum:
 
             - `lasted_s`, `cpu_s`, the number of `workers`, and of their `threads`.
             - `partitions_in`, `partitions_out`, and how many `outputs` of these were assembled.
-            - `room_s`: waits for shards to be written.
+            - `disk_wait_s`: waits for shards to be written to disk, or to be read back.
             - `longest_sender`: worker, bytes on the wire, seconds in which it was sending to
               another host, and the bytes a second that its busiest link can carry; 0 if unknown.
             - `most_unpack_s`: seconds of `unpack` for each thread of the worker with most.

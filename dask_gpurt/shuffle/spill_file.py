@@ -46,10 +46,16 @@ class SpillFile:
     ----------
     path
         Must not exist. Its directory is removed again if it is empty.
+    reading
+        A context for each read, which may time it.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: str,
+        reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.path, self._reading = path, reading
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.unlink(path)
@@ -87,16 +93,17 @@ class SpillFile:
             The system cannot read the file.
         """
         position, total = extent.position, 0
-        for start in range(0, buffer.nbytes, _PIECE_NBYTES):
-            piece = buffer[start : start + _PIECE_NBYTES]
-            view: Any = piece.data
-            while len(view):
-                count = preadv(self._fd, [view], position)
-                if not count:
-                    raise ShardStorageError(f"{self.path} ended before its shard did")
-                position += count
-                view = view[count:]
-            total = checksum(piece, total)
+        with self._reading():
+            for start in range(0, buffer.nbytes, _PIECE_NBYTES):
+                piece = buffer[start : start + _PIECE_NBYTES]
+                view: Any = piece.data
+                while len(view):
+                    count = preadv(self._fd, [view], position)
+                    if not count:
+                        raise ShardStorageError(f"{self.path} ended before its shard did")
+                    position += count
+                    view = view[count:]
+                total = checksum(piece, total)
         if total != extent.checksum:
             raise ShardStorageError(f"{self.path} returned other bytes than were written")
 

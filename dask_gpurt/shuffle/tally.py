@@ -24,7 +24,7 @@ from dask_gpurt.shuffle.figures import (
     RunSum,
 )
 
-#: Number of runs kept; the newest win.
+#: Number of runs kept: the open ones, and of others the newest.
 MAX_RUNS = 32
 #: Number of pairs of a run and a worker that are kept.
 MAX_SNAPSHOTS = 32_768
@@ -143,9 +143,17 @@ class Tally:
             kept.total.add(self._address(worker), run)
         self._n_snapshots += kept.n_snapshots
         while len(self._runs) > MAX_RUNS or self._n_snapshots > MAX_SNAPSHOTS:
-            (_, number), oldest = self._runs.popitem(last=False)
-            self._n_snapshots -= oldest.n_snapshots
-            self._last_dropped = max(self._last_dropped, number)
+            key = self._oldest()
+            self._n_snapshots -= self._runs.pop(key).n_snapshots
+            self._last_dropped = max(self._last_dropped, key[1])
+
+    def _oldest(self) -> tuple[str, int]:
+        """Return the oldest run, one that is open on no present worker if there is one."""
+        present = self._counters.keys() - self._departed.keys()
+        for key, kept in self._runs.items():
+            if present.isdisjoint(kept.open):
+                return key
+        return next(iter(self._runs))
 
     def _address(self, worker: str) -> str:
         return self._address_of.get(worker, worker)
@@ -168,7 +176,8 @@ class Tally:
             kept.total.summary([(self._address(one), run) for one, run in kept.open.items()])
             for kept in self._runs.values()
         ]
-        return sorted(found, key=lambda one: (one["began_s"], one["run"]))
+        # Not by time: the clock may be set back.
+        return sorted(found, key=lambda one: one["run"])
 
 
 def _checked_counts(said: Any, names: Iterable[str]) -> dict[str, int]:

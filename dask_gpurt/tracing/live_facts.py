@@ -82,5 +82,5 @@ class LiveFacts:
     @property
     def working_s(self) -> float:
         """Seconds of tasks that did not wait."""
-        waits = ("held_back_s", "disk_s", "shards_read_s", "room_s")
+        waits = ("held_back_s", "disk_s", "room_s")
         return self.spent["task_s"] - sum(self.spent[name] for name in waits)

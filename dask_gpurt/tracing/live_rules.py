@@ -77,7 +77,7 @@ def _slow_link(facts: LiveFacts) -> Bottleneck | None:
         is_full = bandwidth > 0 and nbytes > FULL_SHARE * bandwidth * sending_s
         if sending_s < SENDING_SHARE * lasted_s or not is_full:
             return 0.0
-        rest_s = max(_computing_s(one), on_processors_s, one["room_s"] / _workers(one))
+        rest_s = max(_computing_s(one), on_processors_s, one["disk_wait_s"] / _workers(one))
         return float(min(sending_s, lasted_s - rest_s))
 
     if (found := _worst(facts, saves_s)) is None:
@@ -163,8 +163,7 @@ def _skew(facts: LiveFacts) -> Bottleneck | None:
 
 
 def _spill(facts: LiveFacts) -> Bottleneck | None:
-    room_s = sum(one["room_s"] for one in facts.shuffles)
-    shards_s = (room_s + facts.spent["shards_read_s"]) / facts.threads
+    shards_s = sum(one["disk_wait_s"] for one in facts.shuffles) / facts.threads
     outputs_s = facts.spent["disk_s"] / facts.threads
     written = facts.spent["written_nbytes"]
     if not shards_s + outputs_s:

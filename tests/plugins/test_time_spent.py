@@ -41,7 +41,6 @@ def test_metrics_of_workers_and_schedulers_add_up() -> None:
         "noncpu_s": 2.0,
         "held_back_s": 32.0,
         "disk_s": 8.0,
-        "shards_read_s": 64.0,
         "room_s": 16.0,
         "scheduler_s": 0.0,  # only the scheduler knows
         "fetch_s": 0.5,

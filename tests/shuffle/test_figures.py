@@ -159,7 +159,7 @@ def test_a_summary_has_the_figures_of_a_verdict():
     for one, unpack_s, seconds in ((slow, 4.0, 2.0), (fast, 6.0, 1.0)):
         one.add(partitions_in=2)
         one.spent("unpack", unpack_s)
-        one.waited_for_room(0.25)
+        one.waited_for_disk(0.25)
         one.still_runs(lasted_s=2 * unpack_s, cpu_s=unpack_s)
         one.still_runs(lasted_s=1.0, cpu_s=0.5)
         one.sent("b", 10, 10, 8, seconds, seconds)
@@ -167,6 +167,6 @@ def test_a_summary_has_the_figures_of_a_verdict():
     said = {"a": slow.snapshot({0: 1}, rates.__getitem__), "b": fast.snapshot({1: 1, 2: 1})}
     one = summarised(said)
     assert (one["workers"], one["threads"], one["lasted_s"], one["cpu_s"]) == (2, 4, 12.0, 10.0)
-    assert (one["partitions_in"], one["partitions_out"], one["room_s"]) == (4, 3, 0.5)
+    assert (one["partitions_in"], one["partitions_out"], one["disk_wait_s"]) == (4, 3, 0.5)
     assert one["most_unpack_s"] == 4.0
     assert one["longest_sender"] == ("a", 8, 2.0, 5.0)

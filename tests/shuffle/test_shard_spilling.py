@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -353,6 +354,24 @@ def test_partial_write_is_continued(tmp_path, monkeypatch):
     assert [extent.position for extent in extents] == [0, 100]
     (path,) = files_of(tmp_path)
     assert path.read_bytes() == contents.tobytes() + contents[::-1].tobytes()
+    file.remove()
+
+
+def test_each_read_may_be_timed(tmp_path):
+    log = []
+
+    @contextlib.contextmanager
+    def reading():
+        log.append("begin")
+        yield
+        log.append("end")
+
+    file = SpillFile(str(tmp_path / "file"), reading)
+    extent = file.append(contents := np.arange(100, dtype=np.uint8))
+    assert log == []
+    found = np.zeros_like(contents)
+    file.read_into(found, extent)
+    assert (log, found.tolist()) == (["begin", "end"], contents.tolist())
     file.remove()
 
 

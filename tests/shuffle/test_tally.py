@@ -100,12 +100,12 @@ def test_the_last_snapshot_of_an_open_run_counts() -> None:
     assert [one["sent_nbytes"] for one in kept.shuffles()] == [15]
 
 
-def test_runs_are_listed_by_their_beginning() -> None:
+def test_runs_are_listed_in_order_though_the_clock_was_set_back() -> None:
     kept = Tally()
     kept.begin("a", "a")
-    later = {**a_run(number=1), "began_s": 20.0}
-    kept.take("a", word(0, later, a_run(number=2)))
-    assert [one["run"] for one in kept.shuffles()] == [2, 1]
+    first = {**a_run(number=1), "began_s": 20.0}
+    kept.take("a", word(0, a_run(number=2), first))
+    assert [one["run"] for one in kept.shuffles()] == [1, 2]
 
 
 def numbers(kept: Tally) -> list[int]:
@@ -128,6 +128,19 @@ def test_the_number_of_runs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.take("b", word(0, *[a_run(number=number) for number in range(5)]))
     assert numbers(kept) == [3, 4]
     assert [one["rows"] for one in kept.shuffles()] == [20, 20]
+
+
+def test_a_run_is_kept_while_a_present_worker_has_it_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "MAX_RUNS", 3)
+    kept = Tally()
+    for worker in ("a", "b"):
+        kept.begin(worker, worker)
+    kept.take("a", word(0, still_open=[a_run(number=1)]))
+    kept.take("b", word(0, *[a_run(number=number) for number in range(2, 7)]))
+    assert numbers(kept) == [1, 5, 6]
+    kept.leave("a")
+    kept.take("b", word(0, a_run(number=7)))
+    assert numbers(kept) == [5, 6, 7]
 
 
 @pytest.mark.parametrize(

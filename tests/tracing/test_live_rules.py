@@ -37,7 +37,7 @@ def run(**changes: Any) -> dict[str, Any]:
         "threads": 8,
         "lasted_s": 10.0,
         "cpu_s": 70.0,
-        "room_s": 0.0,
+        "disk_wait_s": 0.0,
         "longest_sender": ("tcp://a", 10**9, 6.0, 5 * 10**9),
         "most_unpack_s": 3.1,
         "seconds": {
@@ -86,7 +86,7 @@ PLANTED = {
         wall_s=25.0,
     ),
     "spill": replace(
-        HEALTHY, shuffles=[run(room_s=40.0)], spent=spent(written_nbytes=4e9, disk_s=8.0)
+        HEALTHY, shuffles=[run(disk_wait_s=40.0)], spent=spent(written_nbytes=4e9, disk_s=8.0)
     ),
     "memory-wait": replace(HEALTHY, spent=spent(task_s=116.0, room_s=40.0)),
     "back-pressure": replace(
@@ -201,7 +201,7 @@ def test_a_setting_that_turns_shuffles_off_is_named() -> None:
 def test_at_most_three_are_shown_with_the_most_seconds_first() -> None:
     facts = replace(
         HEALTHY,
-        shuffles=[run(outputs=0, partitions_out=0), run(run=2, skew=2.4, room_s=40.0)],
+        shuffles=[run(outputs=0, partitions_out=0), run(run=2, skew=2.4, disk_wait_s=40.0)],
         busy_s=PLANTED["skew"].busy_s,
         spent=spent(room_s=24.0),
         fallbacks=PLANTED["stock-shuffle"].fallbacks,
@@ -222,7 +222,7 @@ numbers = st.floats(0, 100, allow_nan=False)
             run,
             lasted_s=numbers,
             cpu_s=numbers,
-            room_s=numbers,
+            disk_wait_s=numbers,
             most_unpack_s=numbers,
             partitions_in=st.integers(0, 10**5),
             partitions_out=st.integers(0, 10**5),

@@ -311,7 +311,6 @@ _ROWS = {
     "tasks": "task_s",
     "tasks on a processor": "cpu_s",
     "waiting for disk": "disk_s",
-    "reading shards back": "shards_read_s",
     "fetching inputs": "fetch_s",
 }
 

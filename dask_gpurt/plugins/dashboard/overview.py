@@ -60,11 +60,11 @@ def overview(
     """
     open_runs = {(run["id"], run["run"]) for one in glances.values() for run in one["open_runs"]}
     shuffles = []
-    for one in status["shuffles"][-MAX_SHUFFLES:]:
+    for one in status["shuffles"]:
         is_open = (one["id"], one["run"]) in open_runs
         progress = status["progress"].get(one["id"]) if is_open else None
         shuffles.append({**one, "is_open": is_open, "progress": progress})
-    shuffles = labelled(shuffles)
+    shuffles = labelled(_listed(shuffles))
     return {
         "active": status["active"],
         "activation": status["activation"],
@@ -83,6 +83,12 @@ def overview(
         "placement": _placement(status["placement"]),
         "codecs": _codecs(glances, shuffles),
     }
+
+
+def _listed(shuffles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs to list, in order: the newest open ones, then the newest of the others."""
+    by_age = sorted(enumerate(shuffles), key=lambda one: (one[1]["is_open"], one[0]))
+    return [one for _, one in sorted(by_age[-MAX_SHUFFLES:], key=lambda one: one[0])]
 
 
 def labelled(shuffles: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

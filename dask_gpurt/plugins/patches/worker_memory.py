@@ -260,7 +260,7 @@ def is_closing(worker: Worker) -> bool:
 
 def is_paused(worker: Worker) -> bool:
     """Return whether a worker begins no task, because its process takes too much memory."""
-    return worker.status == Status.paused
+    return bool(worker.status == Status.paused)
 
 
 def is_monitored(worker: Worker) -> bool:

@@ -63,6 +63,7 @@ from dask_gpurt.shuffle.plan import ExchangePlan, RowsBySlot
 from dask_gpurt.shuffle.routing import Routing
 from dask_gpurt.shuffle.shard import Shard
 from dask_gpurt.shuffle.shards import ShardStore
+from dask_gpurt.shuffle.spill_file import SpillFile
 from dask_gpurt.tracing.lane_names import RECEIVE
 from dask_gpurt.transport import wire
 from dask_gpurt.transport.sending.outbox import Outbox
@@ -119,6 +120,8 @@ class ExchangeRun:
         self._worker, self._settings, self._state, self._plan = worker, settings, state, plan
         self._sends, self._disk_writes = Writes(), Writes()
         self._disk = DiskEntries(state.ledger, run_id)
+        self.figures = RunFigures(self.id, run_id, kind, self.start_time, worker.state.nthreads)
+        self._clock = RunClock(self.figures)
         slots, budget = plan.slots_of_worker.get(worker.address, (0, 0)), state.budget(settings)
         pools = state.pool, state.links.outgoing
         self._memory = memory = RunMemory(*pools, slots, budget.limit_nbytes)
@@ -129,6 +132,7 @@ class ExchangeRun:
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
             budget,
             state.counters,
+            partial(SpillFile, reading=self._clock.waiting_for_disk),
             on_disk_io=self._disk_io,
             run_later=self._run_later,
             empty_at=memory.stored,
@@ -150,8 +154,6 @@ class ExchangeRun:
             concurrency=self._messenger.n_messages,
         )
         self._received_nbytes = 0
-        self.figures = RunFigures(self.id, run_id, kind, self.start_time, worker.state.nthreads)
-        self._clock = RunClock(self.figures)
         state.begin_run(self)
         state.links.transport = settings.transport
         self._spilling = state.lanes.spill
@@ -297,7 +299,7 @@ class ExchangeRun:
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer and its producers wait for this answer: this is the back-pressure.
-            with self._clock.waiting_for_room():
+            with self._clock.waiting_for_disk():
                 await asyncio.wrap_future(
                     self._spilling.submit(self._spill, priority=Priority.HIGH, path="spill")
                 )
@@ -361,7 +363,7 @@ class ExchangeRun:
     def make_room(self) -> None:
         """Spill shards if they exceed their budget. Runs in a thread."""
         if self._store.is_over_limit:
-            with self._clock.waiting_for_room():
+            with self._clock.waiting_for_disk():
                 self._spill()
 
     def relieve(self) -> None:

@@ -92,13 +92,13 @@ class RunClock:
         return now - began, lasted_s
 
     @contextlib.contextmanager
-    def waiting_for_room(self) -> Iterator[None]:
+    def waiting_for_disk(self) -> Iterator[None]:
         """Count the seconds of a block in which a task or a message waits for the disk."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._figures.waited_for_room(time.perf_counter() - began)
+            self._figures.waited_for_disk(time.perf_counter() - began)
 
 
 def amount(label: str, nbytes: int, count: int = 1) -> None:

@@ -86,6 +86,16 @@ def test_ended_and_open_runs_are_merged():
     assert seen["codecs"]["raw_nbytes"] == 200 + 400
 
 
+def test_an_open_run_is_listed_however_many_are_newer():
+    ended = {"tcp://a": [run(f"new-{n}", n) for n in range(2, 2 + 2 * MAX_SHUFFLES)]}
+    still_open = {"tcp://a": [run("old", 1)]}
+    glances = {"tcp://a": glance(open_runs=still_open["tcp://a"])}
+    shown = overview(status(shuffles=shuffles(ended, still_open)), [], glances)["shuffles"]
+    assert len(shown) == MAX_SHUFFLES
+    assert [one["is_open"] for one in shown] == [True] + [False] * (MAX_SHUFFLES - 1)
+    assert shown[-1]["run"] == 1 + 2 * MAX_SHUFFLES
+
+
 def test_a_second_run_of_a_shuffle_says_so():
     ended = {"tcp://a": [run("0123456789", n) for n in range(2 * MAX_SHUFFLES)]}
     shown = overview(status(shuffles=shuffles(ended)), [], {})["shuffles"]
