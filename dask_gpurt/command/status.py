@@ -17,6 +17,7 @@ from dask_gpurt.command.layout import aligned, table, terminal_width, wrapped
 from dask_gpurt.command.run_report import device_note, times
 from dask_gpurt.metrics import MEANING
 from dask_gpurt.placement.explanation import REASONS
+from dask_gpurt.tracing.amounts import name_text
 from dask_gpurt.tracing.live_facts import LiveFacts
 
 
@@ -73,7 +74,7 @@ def placement_as_text(placed: dict[str, Any] | None, width: int | None = None) -
         failed = f"failed {times(placed['failed'])}, see the scheduler's log; stock decided"
         lines += wrapped(failed, width)
     for one in placed["last_differing"]:
-        head = f"{one['key']}: {one['worker']}, stock {one['stock_worker']}"
+        head = f"{name_text(one['key'])}: {one['worker']}, stock {one['stock_worker']}"
         lines += ["", *wrapped(head, width, hanging="  ")]
         lines += wrapped(one["reason"], width, "  ")
         for candidate in one["candidates"]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 
 import pandas as pd
 import pytest
-from distributed import wait
+from distributed import Worker, wait
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 from tornado.httpclient import AsyncHTTPClient
 
@@ -240,6 +241,17 @@ async def test_a_worker_that_fails_to_answer_is_named(c, s, a, b):
         seen = await read_json(s)
     answered = {one["address"]: one["has_answered"] for one in seen["workers"]}
     assert answered == {a.address: True, b.address: False}
+
+
+@gen_cluster(client=True, nthreads=[], scheduler_kwargs=WITH_DASHBOARD)
+async def test_workers_have_different_names_on_the_page(c, s):
+    """Dask takes 1 and "1" for two names. The page has a row for workers that left."""
+    await dask_gpurt.enable(c)
+    async with contextlib.AsyncExitStack() as stack:
+        for name in (1, "1", "gone", "a"):
+            await stack.enter_async_context(Worker(s.address, name=name))
+        names = [one["name"] for one in (await read_json(s))["workers"]]
+    assert len(set(names)) == 4 and "a" in names and "gone" not in names
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2, scheduler_kwargs=WITH_DASHBOARD)

@@ -28,6 +28,15 @@ def test_bytes_of_half_a_minute_ago_are_forgotten():
     assert moved.lately(10 * WINDOW_S) == {}
 
 
+def test_a_clock_that_is_set_back_begins_anew():
+    moved = Traffic()
+    for second in range(1_000, 1_030):
+        moved.add(AB, 10, second)
+    for second in range(100, 200):
+        moved.add(AB, 1, second)
+    assert moved.lately(200.0) == {AB: Moved(29, 29)}
+
+
 def test_links_beyond_the_limit_are_summed(monkeypatch):
     monkeypatch.setattr(traffic, "MAX_LINKS", 2)
     moved = Traffic()

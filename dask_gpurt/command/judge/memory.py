@@ -24,6 +24,7 @@ from dask_gpurt.command.connect import (
 )
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import aligned, terminal_width, wrapped
+from dask_gpurt.tracing.amounts import name_text
 
 #: Parts below this share of the resident bytes get no advice.
 LEAST_SHARE = 0.05
@@ -111,7 +112,7 @@ def _of_dask(about: Mapping[str, Any], problem: str) -> dict[str, Any]:
     return {
         "name": str(about["name"]),
         "problem": problem,
-        "active": False,
+        "active": None,
         "resident_nbytes": resident,
         "limit_nbytes": about["memory_limit"] or None,
         "parts": {"outputs": managed, "rest": resident - managed},
@@ -153,8 +154,9 @@ def _worker(address: str, one: Mapping[str, Any], width: int | None) -> list[str
     from dask_gpurt.plugins.worker.memory_parts import PARTS
 
     limit = f" of {format_bytes(one['limit_nbytes'])}" if one["limit_nbytes"] else ", no limit"
-    state = "on" if one["active"] else "off here"
-    title = f"{address}: {format_bytes(one['resident_nbytes'])}{limit}; dask_gpurt is {state}"
+    title = f"{address}: {format_bytes(one['resident_nbytes'])}{limit}"
+    if one["active"] is not None:  # else nobody knows
+        title += f"; dask_gpurt is {'on' if one['active'] else 'off here'}"
     lines = wrapped(title, width)
     if one["problem"]:
         lines += wrapped(f"by Dask's own figures: {one['problem']}", width, "  ")
@@ -167,7 +169,9 @@ def _worker(address: str, one: Mapping[str, Any], width: int | None) -> list[str
     if one["on_disk_nbytes"]:
         lines.append(f"  and on disk: {format_bytes(one['on_disk_nbytes'])}")
     if one["prefixes"]:
-        said = ", ".join(f"{name} {format_bytes(n)} in {k:,}" for name, n, k in one["prefixes"])
+        said = ", ".join(
+            f"{name_text(name)} {format_bytes(n)} in {k:,}" for name, n, k in one["prefixes"]
+        )
         lines += wrapped(f"largest outputs: {said}", width, "  ", "    ")
     return lines
 

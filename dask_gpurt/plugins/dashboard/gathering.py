@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from dask_gpurt.plugins.ask_workers import ask
-from dask_gpurt.plugins.dashboard.overview import overview
+from dask_gpurt.plugins.dashboard.overview import GONE, overview
 from dask_gpurt.plugins.patches import p2p
 from dask_gpurt.shuffle.tally import Tally
 
@@ -139,10 +140,12 @@ class Gatherer:
         self._at_s = monotonic()
 
     def _workers(self) -> list[dict[str, Any]]:
+        # Dask takes 1 and "1" for two names. Rows of the page need different ones.
+        n_named = Counter(str(ws.name) for ws in self._scheduler.workers.values()) + Counter([GONE])
         return [
             {
                 "address": ws.address,
-                "name": str(ws.name),
+                "name": f"{ws.name} {ws.address}" if n_named[str(ws.name)] > 1 else str(ws.name),
                 "process_nbytes": (memory := ws.memory).process,
                 "managed_nbytes": memory.managed,
                 "spilled_nbytes": memory.spilled,

@@ -192,7 +192,17 @@ def test_a_worker_without_the_package_has_dasks_figures(shell: Shell, client: Cl
     assert "dask-gpurt" in one["problem"]
     assert sum(one["parts"].values()) == one["resident_nbytes"]
     assert one["parts"].keys() == {"outputs", "rest"}
-    assert "by Dask's own figures" in memory(shell, client).out
+    assert one["active"] is None
+    text = memory(shell, client).out
+    assert "by Dask's own figures" in text and "dask_gpurt is" not in text
+
+
+def test_names_of_outputs_are_one_short_line_each(shell: Shell, client: Client) -> None:
+    held = client.submit(np.ones, 100 * MB // 8, key="\x1b]0;a\x07b\nok" + "z" * 10_000)
+    wait(held)
+    text = memory(shell, client).out
+    assert "\x1b" not in text and "\x07" not in text
+    assert "largest outputs" in text and max(map(len, text.splitlines())) < 1_000
 
 
 def test_a_scheduler_that_goes_away_is_an_error_in_a_line(
