@@ -175,9 +175,18 @@ class Recorder:
             before = self._before.setdefault(address, ClusterRecord(address))
             self._clients.add(client)
         await self.read(client, None if is_known else before)
+        from dask_gpurt.plugins import activation
+
+        activation.told_at_disable.add(self.absorb)
         self._polls[client] = asyncio.create_task(self._poll(weakref.ref(client)))
         if is_first:
             self._on_first()
+
+    def absorb(self, address: str, status: dict[str, Any]) -> None:
+        """Merge a status that somebody else has read."""
+        with self._lock:
+            if (record := self._records.get(address)) is not None:
+                record.absorb(status)
 
     async def end(self, client: Client) -> None:
         """Read a client for the last time before it closes. Runs on its event loop."""

@@ -193,13 +193,21 @@ async def _enable(client: Client, settings: config.Settings) -> None:
     _activate_on_reconnect(client, settings)
 
 
+#: Called before this process switches the runtime off, with the scheduler's address and its status.
+#: Counts begin anew when the runtime is switched on again.
+told_at_disable: set[Callable[[str, dict[str, Any]], None]] = set()
+
+
 async def _disable(client: Client) -> None:
     p2p.allow_work(client)
     client_patches.forget_reconnects(client)
     foreign_shuffles.release(client)
-    status = await read_status(client, ask_workers=False)
+    scheduler = scheduler_of(client)
+    status = await read_status(client, ask_workers=bool(told_at_disable))
     if status["active"]:
-        await scheduler_of(client).gpurt_disable()
+        for tell in tuple(told_at_disable):
+            tell(scheduler.address, status)
+        await scheduler.gpurt_disable()
 
 
 def disable(client: Client) -> Any:

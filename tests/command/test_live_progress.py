@@ -7,6 +7,8 @@ import io
 import math
 import sys
 
+import dask.dataframe as dd
+import pandas as pd
 import pytest
 from dask.utils import format_bytes
 from distributed import Client, LocalCluster
@@ -100,6 +102,19 @@ async def test_each_kind_of_client_has_its_kind_of_block(c, s, a):
     assert "`async with dask_gpurt.progress(client):`" in repr(watch)
     with pytest.raises(TypeError, match="this client is asynchronous; write `async with"), watch:
         pass
+
+
+def test_shuffles_before_the_runtime_is_switched_off_count(local, capsys):
+    frame = dd.from_pandas(pd.DataFrame({"a": range(1000)}), npartitions=4)
+    with dask_gpurt.progress(local):
+        for _ in range(3):
+            dask_gpurt.enable(local)
+            frame.shuffle("a").compute()
+            nbytes = dask_gpurt.status(local)["totals"]["local_nbytes"]
+            dask_gpurt.disable(local)
+    report = capsys.readouterr().err
+    assert "3 with dask_gpurt" in report
+    assert nbytes and format_bytes(3 * nbytes) in report
 
 
 def test_a_block_of_a_synchronous_client_must_not_be_async(local):

@@ -111,6 +111,7 @@ class LiveProgress(activation.ClientBlock):
         self._before, self._record = ClusterRecord(address), ClusterRecord(address)
         self._snapshot = self._summed()
         self._view = (NotebookView if is_kernel() else TerminalView)(lambda: self._snapshot)
+        activation.told_at_disable.add(self._absorb_last)
 
     async def _begin(self) -> None:
         status = await dask_gpurt.status(self._client)
@@ -143,6 +144,10 @@ class LiveProgress(activation.ClientBlock):
             self._absorb(await dask_gpurt.status(self._client))
         self._is_complete = True
 
+    def _absorb_last(self, address: str, status: dict[str, Any]) -> None:
+        if address == self._record.address:
+            self._absorb(status)
+
     def _absorb(self, status: dict[str, Any]) -> None:
         self._record.absorb(status)
         self._snapshot = self._summed()
@@ -152,6 +157,7 @@ class LiveProgress(activation.ClientBlock):
 
     def _close(self, error: BaseException | None) -> None:
         self._is_closed = True
+        activation.told_at_disable.discard(self._absorb_last)
         notes = []
         if error is not None:
             notes.append(f"the block ended with {type(error).__name__}")
