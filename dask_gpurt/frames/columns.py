@@ -43,7 +43,7 @@ class Layout:
     Attributes
     ----------
     kind
-        `plain`, `wall` (datetimes with a zone, periods, and other integers with a meaning),
+        `plain`, `wall` (datetimes with a zone, and periods),
         `masked`, `categorical`, `interval`, `arrow`, `geometry` or `objects`.
     parts
         NumPy type string of each fixed-width part.

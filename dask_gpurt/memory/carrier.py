@@ -4,7 +4,8 @@ It carries out the moves that `memory.decisions.residency` and `memory.store` de
 and reads run in lanes. Two kinds of threads cannot wait for a lane, so they move bytes themselves.
 The first kind reads a spilled value. The second kind found no room for an allocation.
 
-The lock guards the bookkeeping. It is never held over I/O, a copy or a call into user code.
+The lock guards the bookkeeping. It is never held over I/O or a copy. The only code of users that
+runs under it is the destructor of a value that leaves.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ def fetches_s(inputs: Iterable[Input], address: str, places: Places) -> list[flo
 def is_surely_cheaper(
     task: Task, one: WorkerSnapshot, other: WorkerSnapshot, places: Places, uncertainty: float
 ) -> bool:
-    """Return whether a task costs less on one worker than on another, however fast the links are.
+    """Return whether a task costs less on one worker than on another, even if rates are uncertain.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Placement policies: which worker a task should run on, given a snapshot. Pure.
 
-Each policy is a class. A snapshot holds all that a decision may depend on, so the same snapshot
+A snapshot holds all that a decision may depend on, so the same snapshot
 always gives the same decision. `dask_gpurt.plugins.placement` makes snapshots of a live scheduler,
 tests make their own.
 """

@@ -46,7 +46,7 @@ class Traffic:
         self._seconds: deque[tuple[int, dict[LinkPath, list[int]]]] = deque()
 
     def add(self, link: LinkPath, nbytes: int, now_s: float) -> None:
-        """Count one message that arrived at `now_s`. If the clock was set back, begin anew."""
+        """Count one message at `now_s`. If the clock was set back, begin anew."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] > second + 1:
             self._seconds.clear()

@@ -1,4 +1,4 @@
-"""Without a cluster, `dask gpurt doctor` and `status` report bad settings and addresses."""
+"""`dask gpurt doctor` and `status` report bad settings and addresses."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_bound_holds(offset_s, drift, there_s, back_s, seconds, seed):
     clock = SkewedClock(offset_s, drift)
     link = DelayedLink(there_s, back_s, 1e-4)
     found = fit(link.rounds(clock, 0.0, seconds, random.Random(seed)))
-    # Half a microsecond is for rounding, drift within rounds, and offsets of a million seconds.
+    # The slack is for rounding, drift within rounds, and offsets of a million seconds.
     assert worst_error_s(clock, found, 0.0, seconds) <= found.error_s * 1.05 + 2e-5
 
 

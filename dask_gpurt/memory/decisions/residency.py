@@ -47,7 +47,7 @@ class Residency:
     policy
         Ranks values for eviction.
     next_use
-        Returns the priority of the next task that needs a key; None if none is known.
+        Returns a rank of the next use of a key, lower for sooner; None if no use is known.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A view of a live scheduler for placement: its tasks, its workers, their queues. Decides nothing.
+"""A view of a live scheduler for placement: its tasks, its workers, their queues. Places no task.
 
 The view is not a copy: it reads the scheduler's state when asked, since a decision needs a few
 workers out of very many. All of it runs in the scheduler's only thread, for every task.

@@ -80,8 +80,8 @@ Inputs = Sequence[tuple[Any, Any]]
 class ExchangeRun:
     """One attempt at a shuffle, on one worker; a subclass knows the kind of data.
 
-    Has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition` run
-    in task threads, everything else on the worker's event loop.
+    It has the interface of distributed's `ShuffleRun`. `add_partition` and `get_output_partition`
+    run in threads of tasks, spills in a thread of their own, all else on the worker's event loop.
 
     Parameters
     ----------

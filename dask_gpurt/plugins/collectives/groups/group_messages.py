@@ -25,7 +25,7 @@ LEAST_RATE = 1e6
 #: Largest rank or number of slices. More ranks than a cluster has workers.
 _MOST = 1 << 20
 #: Most bytes of the description of a value.
-_MOST_CHARACTERS = 4096
+_MOST_NBYTES = 4096
 #: Most dimensions of an array. NumPy allows as many.
 _MOST_DIMENSIONS = 64
 #: Kinds of types whose values are plain bytes.
@@ -155,7 +155,7 @@ class SliceHeader:
         """
         if (
             not isinstance(header, (bytes, bytearray))
-            or not _HEADER.size <= len(header) <= _HEADER.size + _MOST_CHARACTERS
+            or not _HEADER.size <= len(header) <= _HEADER.size + _MOST_NBYTES
         ):
             raise ProtocolError("not a message of a collective operation")
         fields: tuple[int, int, int, int, int, int, int] = _HEADER.unpack_from(header)

@@ -341,7 +341,7 @@ class Rank:
         self._algorithms[subject.algorithm] += 1
 
     def counts(self) -> dict[str, Any]:
-        """Return the operations of this rank, for `status`."""
+        """Return the operations of this rank, for `status`. Called once, at its end."""
         nbytes = self._counts.pop("nbytes", 0)
         operations, algorithms = dict(self._counts), dict(self._algorithms)
         return {
