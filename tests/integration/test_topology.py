@@ -448,5 +448,5 @@ async def test_a_measurement_ends_before_handlers_are_dropped(c, s, a, b):
         may_answer.set()
         await disabling
         await asyncio.wait({describing})
-    assert "gpurt_probe_data" not in {*a.handlers, *b.handlers}
+    assert "gpurt_probe" not in {*a.handlers, *b.handlers}
     assert "No handler" not in logged.getvalue()
