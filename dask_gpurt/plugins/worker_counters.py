@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from dask_gpurt.plugins.patches import worker_close
+from dask_gpurt.plugins.patches.worker_memory import is_closing
 from dask_gpurt.plugins.time_spent import cluster_spent, without_untold
 from dask_gpurt.shuffle.tally import Tally
 
@@ -27,6 +30,8 @@ logger = logging.getLogger("dask_gpurt")
 EXTENSION = "gpurt-counting"
 #: Longest wait for the final counters of a detaching worker.
 FINAL_TIMEOUT_S = 2.0
+#: Time between looks whether the scheduler is still there.
+_LOOK_S = 0.02
 
 
 class CounterReceiver:
@@ -128,12 +133,19 @@ class CounterSender:
 
         Bounded in time. Never raises: the scheduler may be gone.
         """
+        worker = self._worker
+        if is_closing(worker):
+            worker_close.stop_heartbeats(worker)
         saying = asyncio.ensure_future(
-            self._worker.scheduler.gpurt_counted(worker=self._worker.id, said=self._last)
+            worker.scheduler.gpurt_counted(worker=worker.id, said=self._last)
         )
         # Retrieve the error, or asyncio logs an error that was never retrieved.
         saying.add_done_callback(lambda task: task.cancelled() or task.exception())
+        until_s = monotonic() + FINAL_TIMEOUT_S
         try:
-            await asyncio.wait({saying}, timeout=FINAL_TIMEOUT_S)
+            # Dask has no event for the end of this connection.
+            while not worker_close.has_lost_scheduler(worker) and monotonic() < until_s:
+                if (await asyncio.wait({saying}, timeout=_LOOK_S))[0]:
+                    return
         finally:
             saying.cancel()

@@ -9,9 +9,11 @@ import weakref
 from unittest.mock import patch
 
 import dask
+import dask.array as da
 import pandas as pd
 import pytest
 from distributed import Client, LocalCluster, Worker
+from distributed.utils import open_port
 from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
 
 import dask_gpurt
@@ -300,6 +302,20 @@ async def test_new_workers_use_the_latest_memory_settings(c, s, a, tmp_path):
         said = {one: report["memory"]["disk"]["directory"] for one, report in reports.items()}
     assert said[b.address].startswith(str(tmp_path))
     assert not said[a.address].startswith(str(tmp_path))
+
+
+@gen_cluster(client=True, nthreads=[])
+async def test_a_worker_named_after_its_host_gets_stocks_error(c, s):
+    """Stock's shuffles refuse an address that the scheduler does not have."""
+    port = open_port()
+    at = {"port": port, "contact_address": f"tcp://localhost:{port}"}
+    async with Worker(s.address, **at) as worker:
+        await dask_gpurt.enable(c)
+        await async_poll_for(lambda: s.plugins["gpurt"].readiness.ready, timeout=60)
+        assert s.plugins["gpurt"].readiness.ready == set(s.workers) != {worker.address}
+        x = da.ones((40, 40), chunks=(10, 40)).rechunk((40, 10), method="p2p")
+        with pytest.raises(Exception, match="unaware"):
+            await c.compute(x.sum())
 
 
 @gen_cluster(client=True, nthreads=[("", 1)])

@@ -228,10 +228,12 @@ class SpecSwap:
         A task that asked for a given-up run may return to the same worker before the answer
         arrives. The worker then takes that answer for the next attempt's. A barrier that is not in
         memory shows that the shuffle restarts. A worker without the runtime gets no error at all:
-        it may have asked for a run that it must not join.
+        it may have asked for a run that it must not join. A worker that the scheduler does not know
+        gets the error, or it would ask for ever: its address may be a name, not a number.
         """
         barrier = self._scheduler.tasks.get(barrier_key(shuffle_id))
-        if answer["status"] == "OK" or barrier is None:
+        is_known = worker in self._scheduler.workers
+        if answer["status"] == "OK" or barrier is None or not is_known:
             return answer
         if barrier.state == "memory" and self._takes_part(worker):
             return answer

@@ -1,7 +1,10 @@
-"""A close of the worker that completes even if it is cancelled.
+"""A close of the worker that completes even if it is cancelled, or if the scheduler is gone.
 
 | what | why | taken back by |
 |---|---|---|
+| `Worker.periodic_callbacks["heartbeat"]` | stock stops it after our part of the close, and until
+then it would find that the scheduler is gone | |
+| `Worker.batched_stream` | closed once the scheduler has closed its end | |
 | `Worker.close`, handler `terminate`, stream handler `close` | a close cancelled half way never
 sets the event that all other callers wait for, and the process lives on | `WholeClose.uninstall` |
 
@@ -20,6 +23,17 @@ from dask_gpurt.plugins.patches.worker_memory import is_closing
 
 if TYPE_CHECKING:
     from distributed import Worker
+
+
+def stop_heartbeats(worker: Worker) -> None:
+    """Send no more heartbeats, because the worker closes."""
+    worker.periodic_callbacks["heartbeat"].stop()
+
+
+def has_lost_scheduler(worker: Worker) -> bool:
+    """Return whether the scheduler has closed its connection to a worker."""
+    stream = worker.batched_stream
+    return stream is None or bool(stream.closed())
 
 
 class WholeClose:

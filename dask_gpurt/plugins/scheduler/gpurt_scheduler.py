@@ -8,6 +8,7 @@ and `plugins.placement` about tasks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from dataclasses import replace
@@ -331,6 +332,10 @@ class GpurtScheduler(SchedulerPlugin):
         """Handler: record that a worker is ready, or the problem that it reports."""
         request_checks.name("worker", worker)
         request_checks.problem(problem)
+        if worker not in self.scheduler.workers:
+            # A worker may call itself by the name of its host.
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                worker = self.scheduler.coerce_address(worker)
         if not self.is_active or worker not in self.scheduler.workers:
             return  # the runtime is off, or the worker left: nothing would remove an entry
         self.readiness.report(worker, problem)

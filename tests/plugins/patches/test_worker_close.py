@@ -14,7 +14,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins import shielding
+from dask_gpurt.plugins import shielding, worker_counters
 
 TIMEOUT_S = 120
 
@@ -202,3 +202,19 @@ async def test_scheduler_does_not_wait_when_a_worker_leaves(c, s, a):
     """It would log a cancelled wait whenever it closes before its workers."""
     await dask_gpurt.enable(c)
     assert s.plugins["gpurt"].remove_worker(s, a.address) is None
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_worker_that_lost_its_scheduler_closes_at_once(c, s, a):
+    """Nobody would hear its last counters."""
+    await dask_gpurt.enable(c)
+
+    async def hear_nothing(**_: Any) -> None:
+        await asyncio.Event().wait()
+
+    s.handlers["gpurt_counted"] = hear_nothing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_counters, "FINAL_TIMEOUT_S", 1e6)
+        a.batched_stream.comm.abort()
+        await asyncio.wait_for(a.finished(), TIMEOUT_S / 4)
+    assert a.status == Status.closed
