@@ -24,10 +24,11 @@ from distributed import Client, LocalCluster, as_completed, futures_of, wait
 
 import dask_gpurt
 from dask_gpurt.plugins.patches.p2p import P2POutOfDiskError, barrier_key
+from dask_gpurt.plugins.shuffle import exchange_run
 from dask_gpurt.plugins.shuffle.exchange_run import ExchangeRun
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
-from dask_gpurt.shuffle import shards, spill_file
+from dask_gpurt.shuffle import spill_file
 from tests.conftest import stock_client
 from tests.failure import gates
 from tests.failure.leftovers import files_in
@@ -412,7 +413,7 @@ class FullDisk(spill_file.SpillFile):
 
 
 def test_full_disk_keeps_shards_in_memory(client, monkeypatch, caplog):
-    monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
+    monkeypatch.setattr(exchange_run, "SpillFile", FullDisk)
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
         dask_gpurt.enable(client)
         assert_all_rows_are_there(compute(client, inputs().shuffle("key", npartitions=4)))
@@ -433,7 +434,7 @@ def test_full_disk_and_too_little_memory_end_a_shuffle(client, monkeypatch, capl
             runtime_of(run._worker).release_memory(1 << 40)
 
     monkeypatch.setattr(ExchangeRun, "_add", add_and_run_short)
-    monkeypatch.setattr(shards.ShardStore.__init__, "__defaults__", (FullDisk,))
+    monkeypatch.setattr(exchange_run, "SpillFile", FullDisk)
     with dask.config.set({"gpurt.shuffle.memory": "64 KiB"}):
         dask_gpurt.enable(client)
         with pytest.raises(P2POutOfDiskError):
