@@ -24,7 +24,7 @@
     │   └── TraceInProgressError            ... because another trace is on
     ├── TraceFileError (OSError)            the file of a trace cannot be read or written
     └── SimulationError (RuntimeError)      a simulation cannot finish
-        └── WorkloadError (ValueError)         a recorded workload cannot be replayed
+        └── WorkloadError (ValueError)      a recorded workload cannot be replayed
 
 Each class has one meaning, and also subclasses the builtin that a generic handler expects. Errors
 of single commands are defined beside the command.

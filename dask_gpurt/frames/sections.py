@@ -62,7 +62,7 @@ def arrow_sections(
 
 
 def covering(found: Iterable[Section], start: int, stop: int, gap: str) -> Iterator[Section]:
-    """Yield the sections in order and without overlaps, and those of a name for the gaps."""
+    """Yield the sections in order and without overlaps; gaps become sections named `gap`."""
     position, n_gaps = start, 0
     for section in sorted(found, key=lambda one: one[1]):
         _, offset, nbytes, _ = section

@@ -60,7 +60,7 @@ class AwaitedValues:
     def __init__(self, worker: Worker, *, is_on: bool) -> None:
         self._worker, self._is_on = worker, is_on
         self._fetches: dict[Any, _AwaitingFetch] = {}
-        #: What waits for the scheduler, which may outlive the fetch that asked.
+        #: Tasks that wait for the scheduler. They may outlive the fetch that asked.
         self._asking: set[asyncio.Task[None]] = set()
         #: Questions that the scheduler was too slow to answer.
         self._unanswered: set[asyncio.Task[Any]] = set()

@@ -167,7 +167,8 @@ class TreeRuns:
 
     def _forget_ended(self) -> None:
         """Forget the trees whose tasks the scheduler has forgotten."""
-        for name in self._trees.keys() - self._scheduler.task_groups.keys():
+        # A difference of the two key views would read all groups of the scheduler.
+        for name in [one for one in self._trees if one not in self._scheduler.task_groups]:
             del self._trees[name]
 
     # ------------------------------------------------------------------ new runs
