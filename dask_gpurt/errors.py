@@ -23,8 +23,10 @@
     ├── TracingError (RuntimeError)         a trace of a cluster cannot begin or go on
     │   └── TraceInProgressError            ... because another trace is on
     ├── TraceFileError (OSError)            the file of a trace cannot be read or written
-    └── SimulationError (RuntimeError)      a simulation cannot finish
-        └── WorkloadError (ValueError)      a recorded workload cannot be replayed
+    ├── SimulationError (RuntimeError)      a simulation cannot finish
+    │   ├── TooLargeError                   ... because a task's inputs exceed a worker's memory
+    │   └── WorkloadError (ValueError)      a recorded workload cannot be replayed
+    └── PredictionError (ValueError)        a machine or a trace does not suffice for a prediction
 
 Each class has one meaning, and also subclasses the builtin that a generic handler expects. Errors
 of single commands are defined beside the command.
@@ -142,8 +144,16 @@ class SimulationError(GpurtError, RuntimeError):
     """A simulated computation failed, or has no events left before it is done."""
 
 
+class TooLargeError(SimulationError):
+    """The inputs of one task are larger than the memory of a simulated worker."""
+
+
 class WorkloadError(SimulationError, ValueError):
     """A recorded workload is damaged, inconsistent, or of another version."""
+
+
+class PredictionError(GpurtError, ValueError):
+    """A machine is unknown or badly described, or a trace has nothing to predict from."""
 
 
 def is_temporary(error: BaseException) -> bool:

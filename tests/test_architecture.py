@@ -77,6 +77,12 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     # Public parts of Dask make the graphs for workloads; distributed is never imported.
     "simulate": ({"errors", "topology"}, {"dask", "pandas"}, set()),
     # The subprocess removes files that a killed worker leaves.
+    # Draws of durations come from a generator with a fixed seed.
+    "predict": (
+        {"errors", "simulate", "topology", "tracing"},
+        {"dask", "numpy", "yaml"},
+        {"random"},
+    ),
     "memory": (
         {"codecs", "devices", "errors", "frames", "metrics", "system_calls"},
         {"msgpack", "numpy"},
@@ -137,6 +143,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "metrics",
             "placement",
             "plugins",
+            "predict",
             "topology",
             "tracing",
         },

@@ -1,4 +1,4 @@
-"""Commands that need no cluster: `report` and `convert` for traces, `occupancy`."""
+"""Commands that need no cluster: `report`, `predict` and `convert` for traces, `occupancy`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dask_gpurt.cli.group import CONTEXT, gpurt, json_flag, one_line
+from dask_gpurt.cli.group import CONTEXT, Positive, gpurt, json_flag, one_line
 
 
 @gpurt.command(context_settings=CONTEXT)
@@ -29,6 +29,45 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
 
     with one_line(TraceFileError):
         sys.exit(show(file, as_json, html))
+
+
+@gpurt.command(context_settings=CONTEXT)
+@click.option(
+    "--on",
+    "wanted",
+    multiple=True,
+    metavar="MACHINES",
+    help="Machines, such as 4*m7i.4xlarge. May be repeated. Default: the recorded ones, and more.",
+)
+@click.option(
+    "--machines",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Describe machines of your own in FILE.",
+)
+@click.option(
+    "--speed",
+    type=Positive(),
+    default=1.0,
+    show_default=True,
+    metavar="X",
+    help="Speed of a thread there, as a multiple of a recorded one.",
+)
+@json_flag
+@click.argument("file", type=click.Path(path_type=Path))
+def predict(
+    file: Path, wanted: tuple[str, ...], machines: Path | None, speed: float, as_json: bool
+) -> None:
+    """Predict what a traced program would take and cost on other machines.
+
+    FILE is a trace of `dask gpurt profile` or `dask gpurt trace`. The program is simulated first on
+    the machines of the trace: the error there says how far to trust the rest.
+    """
+    from dask_gpurt.command.traces.predict_machines import show
+    from dask_gpurt.errors import PredictionError, SimulationError, TraceFileError
+
+    with one_line(PredictionError, SimulationError, TraceFileError):
+        sys.exit(show(file, wanted, machines, speed, as_json))
 
 
 @gpurt.command(context_settings=CONTEXT)

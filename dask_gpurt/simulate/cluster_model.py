@@ -163,6 +163,9 @@ class ClusterModel:
         Seconds that a message between the scheduler and a worker takes.
     incidents
         Failures, with their times.
+    disk_nbytes_per_s
+        Bytes per second that the disk of each host reads and writes together. Workers that hold
+        more than their memory then use it; without disks, memory is only counted.
 
     Raises
     ------
@@ -176,6 +179,7 @@ class ClusterModel:
     network: Network
     control_latency_s: float = 0.0005
     incidents: tuple[Incident, ...] = ()
+    disk_nbytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.workers:
@@ -197,6 +201,18 @@ class ClusterModel:
         for one in (*self.workers, *self.incidents):
             if not getattr(one, "speed", 1.0) > 0:
                 raise SimulationError(f"a speed must be above 0: {one}")
+
+    @staticmethod
+    def disk_of(host: str) -> str:
+        """Return the name of the link to the disk of a host."""
+        return f"disk of {host}"
+
+    @property
+    def capacities(self) -> Mapping[str, float]:
+        """Bytes per second of each link, and of each disk."""
+        rate = self.disk_nbytes_per_s
+        disks = {self.disk_of(one.host): rate for one in self.workers} if rate else {}
+        return {**self.network.capacities, **disks}
 
     def with_incidents(self, *incidents: Incident) -> ClusterModel:
         """Return the same machine with these incidents."""

@@ -70,6 +70,11 @@ class Result:
         Peak bytes of results on each worker.
     steals
         Number of tasks moved to another worker after they were sent to one.
+    spilled_nbytes
+        Bytes that each worker wrote to disk; empty on machines without disks.
+    needed_nbytes
+        The most that each worker had in memory at once, with inputs and outputs of running tasks;
+        empty on machines without disks. More than its memory means that it would not fit.
     """
 
     makespan_s: float
@@ -78,6 +83,8 @@ class Result:
     link_nbytes: dict[str, int]
     peak_nbytes: dict[str, int]
     steals: int
+    spilled_nbytes: dict[str, int] = field(default_factory=dict)
+    needed_nbytes: dict[str, int] = field(default_factory=dict)
     cost: SchedulerCost = field(compare=False, default_factory=SchedulerCost)
 
     @property

@@ -23,7 +23,6 @@ line and the key. This module reads text, not files.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 from collections import Counter
@@ -45,6 +44,7 @@ from dask_gpurt.topology.model import (
     Topology,
     is_pattern,
 )
+from dask_gpurt.topology.quantities import RATES, SIZES, TIMES, amount
 from dask_gpurt.topology.yaml_tree import YamlSection
 
 #: Most characters in a description: as many as `gpurt.topology.file` may have, which is enough for
@@ -57,17 +57,10 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 _WILD = re.compile(r"[*?\[]")
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.IGNORECASE)
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_SIZES = {f"{p}B": n for p, n in (_PREFIXES | _BINARY).items()}
-_RATES = {f"{unit}/s": n for unit, n in _SIZES.items()}
-_RATES |= {f"{p}{bit}/s": n / 8 for p, n in _PREFIXES.items() for bit in ("b", "bit")}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 #: Units that `dump` writes; the first exact one is used.
-_BINARY_SIZES = {unit: _SIZES[unit] for unit in ("TiB", "GiB", "MiB", "KiB")}
-_SHORT_RATES = {unit: _RATES[unit] for unit in ("GB/s", "MB/s")}
-_SHORT_TIMES = {unit: _TIMES[unit] for unit in ("ms", "us", "ns")}
+_BINARY_SIZES = {unit: SIZES[unit] for unit in ("TiB", "GiB", "MiB", "KiB")}
+_SHORT_RATES = {unit: RATES[unit] for unit in ("GB/s", "MB/s")}
+_SHORT_TIMES = {unit: TIMES[unit] for unit in ("ms", "us", "ns")}
 
 
 def parse(text: str, source: str = "topology") -> Topology:
@@ -293,8 +286,8 @@ class _Reader:
                         one, "between", f"{at}.between names {_shown(end)}, which is no node here"
                     )
                 matching.append(fitting)
-            bandwidth = self._quantity(one, "bandwidth", at, _RATES, "450 GB/s' or '100 Gb/s")
-            latency = self._quantity(one, "latency", at, _TIMES, "2 us", missing=0.0)
+            bandwidth = self._quantity(one, "bandwidth", at, RATES, "450 GB/s' or '100 Gb/s")
+            latency = self._quantity(one, "latency", at, TIMES, "2 us", missing=0.0)
             if bandwidth <= 0:
                 self._fail(one, "bandwidth", f"{at}.bandwidth is 0; leave the link out instead")
             pairs = [(a, b) for a in matching[0] for b in matching[1] if a != b]
@@ -370,7 +363,7 @@ class _Reader:
         return near
 
     def _memory(self, section: YamlSection, where: str) -> int:
-        return int(self._quantity(section, "memory", where, _SIZES, "80 GiB", missing=0.0))
+        return int(self._quantity(section, "memory", where, SIZES, "80 GiB", missing=0.0))
 
     def _quantity(
         self,
@@ -384,15 +377,12 @@ class _Reader:
         if key not in section and missing is not None:
             return missing
         value = section[key]
-        found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-        amount = math.inf
-        if found is not None and found[2] in units:
-            amount = float(found[1]) * units[found[2]]
-        if amount == math.inf:
+        found = amount(value, units)
+        if found is None:
             self._fail(
                 section, key, f"{where}.{key} is {_shown(value)}; it may be such as '{example}'"
             )
-        return amount
+        return found
 
     def _check_unique(self, section: YamlSection, key: str, names: list[str]) -> None:
         for name, times in Counter(names).items():

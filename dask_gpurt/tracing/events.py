@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 #: Kinds of a `TraceProcess`.
 WORKER, SCHEDULER, DEVICE = "worker", "scheduler", "device"
+#: In `Trace.about`: the memory limit of each worker in bytes, by its address; 0 without a limit.
+MEMORY_LIMITS = "memory_limits"
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,14 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from dask._task_spec import Task, TaskRef
 from distributed import Scheduler, worker_state_machine
 from distributed.core import Status
-from distributed.protocol import Serialized, serialize, to_serialize
+from distributed.protocol import Serialized, deserialize, serialize, to_serialize
+from distributed.protocol.pickle import loads
 from distributed.worker_state_machine import (
     AcquireReplicasEvent,
     CancelComputeEvent,
@@ -57,7 +58,7 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
-from dask_gpurt.errors import SimulationError
+from dask_gpurt.errors import SimulationError, TooLargeError
 from dask_gpurt.plugins.simulation.virtual_loop import VirtualLoop
 from dask_gpurt.simulate.workload import StableStr, Workload
 
@@ -77,6 +78,7 @@ __all__ = [
     "SimulatedScheduler",
     "StateMachineEvent",
     "WorkerState",
+    "failure",
     "give_value",
     "graph_message",
     "virtual_time",
@@ -116,6 +118,9 @@ TALKATIVE = (
     "distributed.scheduler",
 )
 
+#: In the error of a task whose inputs are larger than the memory of its worker.
+_TOO_LARGE = "worth of input dependencies"
+
 _RUNNING = threading.Lock()
 
 
@@ -135,7 +140,10 @@ class _OrderedTaskState(TaskState):
 
 
 def _worth_telling(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING or not _is_virtual()
+    if not _is_virtual():
+        return True
+    # The error of the simulation says that a task does not fit.
+    return record.levelno > logging.WARNING and _TOO_LARGE not in record.getMessage()
 
 
 def _is_virtual() -> bool:
@@ -227,14 +235,21 @@ class SimulatedScheduler(Scheduler):
         """Resolve worker names, but never host names."""
         return super().coerce_address(addr, resolve=False)
 
-    async def take_graph(self, message: dict[str, Any], client: str, channel: Channel) -> None:
-        """Submit a client's graph; answers go through the channel."""
+    def add_simulated_client(self, client: str, channel: Channel) -> None:
+        """Let a client submit graphs; answers go through the channel."""
         self.client_comms[client] = channel  # type: ignore[assignment]
+
+    async def take_graph(self, message: dict[str, Any], client: str) -> None:
+        """Submit a client's graph."""
         handler = self.stream_handlers[message.pop("op")]
         # Stock's validation refuses keys whose type is not exactly `str`.
         validate, self.validate = self.validate, False
         await handler(client=client, **message)
         self.validate = validate
+
+    def restrict(self, key: str, worker: str) -> None:
+        """Let only one worker run a task, as the owner of an output of a shuffle."""
+        self.tasks[key].worker_restrictions = {worker}
 
     def receive(self, message: dict[str, Any], worker: str) -> None:
         """Handle a message from a worker, as from a connection."""
@@ -248,6 +263,19 @@ class SimulatedScheduler(Scheduler):
         if self._updated_sys_path:
             sys.path.remove(self.local_directory)
         self.status = Status.closed
+
+
+def failure(message: Mapping[str, Any]) -> SimulationError:
+    """Return the error in the message that the scheduler gave up a task."""
+    error = message.get("exception")
+    # The scheduler made it in this process.
+    if isinstance(error, bytes):
+        error = loads(error)
+    elif isinstance(error, Serialized):
+        error = deserialize(error.header, error.frames)
+    if _TOO_LARGE in str(error):
+        return TooLargeError(f"the inputs of one task do not fit into a worker: {error!s:.400}")
+    return SimulationError(f"the scheduler gave up {message.get('key')}: {error!s:.400}")
 
 
 def give_value(state: WorkerState, key: StableStr, nbytes: int) -> None:
@@ -280,22 +308,24 @@ def nothing(*inputs: object) -> None:
 
 
 def graph_message(
-    workload: Workload, wanted: Sequence[StableStr], held: Collection[StableStr] = ()
+    workload: Workload, positions: Sequence[int], wanted: Sequence[StableStr]
 ) -> dict[str, Any]:
-    """Return the message with which a client submits a workload, without the tasks of `held`."""
-    keys = [task.key for task in workload.tasks]
+    """Return the message with which a client submits some tasks of a workload."""
+    models = workload.tasks
     graph = _Graph(
         {
-            task.key: ([keys[position] for position in task.dependencies], task.produces_data)
-            for task in workload.tasks
-            if task.key not in held
+            models[rank].key: (
+                [models[position].key for position in models[rank].dependencies],
+                models[rank].produces_data,
+            )
+            for rank in positions
         }
     )
     return {
         "op": "update-graph",
         "expr_ser": Serialized(*serialize(to_serialize(graph), on_error="raise")),
         "keys": set(wanted),
-        "internal_priority": {key: rank for rank, key in enumerate(keys) if key not in held},
+        "internal_priority": {models[rank].key: rank for rank in positions},
         "submitting_task": None,
         "span_metadata": {"collections": [{"type": "simulated"}]},
         "stimulus_id": "update-graph-simulated",

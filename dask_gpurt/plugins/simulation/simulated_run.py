@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from functools import partial
 from time import thread_time
 from typing import Any
@@ -17,11 +18,19 @@ from distributed import Scheduler
 from distributed.scheduler import heartbeat_interval
 
 from dask_gpurt.errors import SimulationError
-from dask_gpurt.plugins.patches.simulator import SimulatedScheduler, graph_message, virtual_time
-from dask_gpurt.plugins.simulation.simulated_worker import Limits, ModelledWorker, SharedState
+from dask_gpurt.plugins.patches.simulator import (
+    SimulatedScheduler,
+    failure,
+    graph_message,
+    virtual_time,
+)
+from dask_gpurt.plugins.simulation.shared_state import Limits, SharedState
+from dask_gpurt.plugins.simulation.simulated_exchange import ModelledExchange
+from dask_gpurt.plugins.simulation.simulated_worker import ModelledWorker
 from dask_gpurt.plugins.simulation.virtual_loop import VirtualIOLoop, VirtualLoop
 from dask_gpurt.simulate.clock import VirtualClock
 from dask_gpurt.simulate.cluster_model import ChangesSpeed, ClusterModel, Incident, WorkerModel
+from dask_gpurt.simulate.program import ExchangeModel, ProgramModel, Submission, next_uses
 from dask_gpurt.simulate.result import Result, SchedulerCost
 from dask_gpurt.simulate.transfers import Transfers
 from dask_gpurt.simulate.workload import StableStr, Workload
@@ -37,7 +46,7 @@ Install = Callable[[Scheduler], Awaitable[object] | object]
 
 
 def simulate(
-    workload: Workload,
+    workload: Workload | ProgramModel,
     machine: ClusterModel,
     install: Install | None = None,
     *,
@@ -49,7 +58,7 @@ def simulate(
     Parameters
     ----------
     workload
-        Tasks that a client submits at once.
+        Tasks that a client submits at once, or a program with shuffles and several graphs.
     machine
         Machine on which the workload runs.
     install
@@ -70,7 +79,12 @@ def simulate(
     ------
     SimulationError
         The computation fails, or cannot end. `held` names a worker or a task that does not exist.
+        A worker fails during a shuffle, which is not modelled.
     """
+    program = workload if isinstance(workload, ProgramModel) else ProgramModel.of(workload)
+    workload = program.workload
+    if program.exchanges and machine.incidents:
+        raise SimulationError("no worker can fail in a simulation of a program with shuffles")
     keys = {str(task.key) for task in workload.tasks}
     addresses = {worker.address for worker in machine.workers}
     for key, address in (held or {}).items():
@@ -82,7 +96,7 @@ def simulate(
     with virtual_time():
         io_loop = VirtualIOLoop(asyncio_loop=loop)
         try:
-            simulation = _Simulation(workload, machine, loop, held or {}, validate=validate)
+            simulation = _Simulation(program, machine, loop, held or {}, validate=validate)
             return loop.run(simulation.run(install))
         finally:
             io_loop.close()
@@ -107,31 +121,47 @@ class _Registration:
 
 
 class _Client:
-    """A client that waits for the wanted results."""
+    """A client that waits for the wanted results of its submissions."""
 
-    def __init__(self, wanted: list[StableStr], clock: VirtualClock, latency_s: float) -> None:
-        self._missing: dict[str, None] = dict.fromkeys(wanted)
+    def __init__(self, clock: VirtualClock, latency_s: float) -> None:
         self._clock = clock
         self._latency_s = latency_s
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: By key: the results that a submission still waits for, and its future.
+        self._waits: dict[str, tuple[dict[str, None], asyncio.Future[None]]] = {}
+
+    def wait_for(self, wanted: Iterable[StableStr]) -> asyncio.Future[None]:
+        """Return a future of the moment in which all these results exist."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        missing = dict.fromkeys(map(str, wanted))
+        for key in missing:
+            self._waits[key] = missing, done
+        if not missing:
+            done.set_result(None)
+        return done
 
     def send(self, *messages: dict[str, Any]) -> None:
         for message in messages:
             self._clock.call_later(self._latency_s, partial(self._take, message))
 
     def _take(self, message: dict[str, Any]) -> None:
-        op, key = message["op"], message.get("key", "")
-        if self.done.done():
+        op, key = message["op"], str(message.get("key", ""))
+        if op in ("task-erred", "cancelled-keys"):
+            error = failure(message)
+            for _, done in self._waits.values():
+                if not done.done():
+                    done.set_exception(error)
+            return
+        if key not in self._waits:
+            return
+        missing, done = self._waits[key]
+        if done.done():
             return
         if op == "key-in-memory":
-            self._missing.pop(key, None)
+            missing.pop(key, None)
         elif op == "lost-data":
-            self._missing[key] = None
-        elif op in ("task-erred", "cancelled-keys"):
-            self.done.set_exception(SimulationError(f"the scheduler gave up: {op} {key}"))
-            return
-        if not self._missing:
-            self.done.set_result(None)
+            missing[key] = None
+        if not missing:
+            done.set_result(None)
 
 
 class _Simulation:
@@ -139,14 +169,15 @@ class _Simulation:
 
     def __init__(
         self,
-        workload: Workload,
+        program: ProgramModel,
         machine: ClusterModel,
         loop: VirtualLoop,
         held: Mapping[str, str],
         *,
         validate: bool,
     ) -> None:
-        self._workload = workload
+        self._program = program
+        self._workload = workload = program.workload
         self._held = {StableStr(key): address for key, address in held.items()}
         self._machine = machine
         self._loop = loop
@@ -154,14 +185,25 @@ class _Simulation:
         self._validate = validate
         self._cost = SchedulerCost()
         self._steals = 0
+        self._uses = next_uses(workload)
+        self._rank = {task.key: rank for rank, task in enumerate(workload.tasks)}
         self._shared = SharedState(
             clock=loop.clock,
             machine=machine,
-            transfers=Transfers(loop.clock, machine.network.capacities),
+            transfers=Transfers(loop.clock, machine.capacities),
             send=self._to_scheduler,
             models={task.key: task for task in workload.tasks},
             limits=Limits.from_config(),
+            next_use=self._next_use,
         )
+
+    def _next_use(self, key: Hashable) -> float:
+        """Return the position of the next task that needs a result, or infinity."""
+        uses = self._uses[self._rank[key]]  # type: ignore[index]
+        tasks = self._workload.tasks
+        while uses and tasks[uses[-1]].key in self._shared.done:
+            uses.pop()
+        return uses[-1] if uses else math.inf
 
     async def run(self, install: Install | None) -> Result:
         clock = self._clock
@@ -180,19 +222,67 @@ class _Simulation:
             started_s = clock.now_s
             for incident in self._machine.incidents:
                 clock.call_at(started_s + incident.at_s, partial(self._apply_incident, incident))
-            wanted = [self._workload.tasks[position].key for position in self._workload.wanted]
-            client = _Client(wanted, clock, self._machine.control_latency_s)
+            self._client = _Client(clock, self._machine.control_latency_s)
+            scheduler.add_simulated_client(CLIENT, self._client)
             self._hold()
-            message = graph_message(self._workload, wanted, self._held)
-            began = thread_time()
-            await scheduler.take_graph(message, CLIENT, client)
-            self._cost.graph_s = thread_time() - began
-            await client.done
+            await self._submit_all()
             return self._result(clock.now_s - started_s)
         finally:
             for worker in self._shared.workers.values():
                 worker.alive = False
             scheduler.stop_simulated()
+
+    async def _submit_all(self) -> None:
+        """Submit each graph when the client has the results that it waits for."""
+        program = self._program
+        released = program.released_after()
+        done: list[asyncio.Future[None]] = []
+        tasks = []
+        for number, submission in enumerate(program.submissions):
+            done.append(self._loop.create_future())
+            tasks.append(
+                self._loop.create_task(
+                    self._submit(submission, done, number, released.get(number, []))
+                )
+            )
+        await asyncio.gather(*tasks)
+
+    async def _submit(
+        self,
+        submission: Submission,
+        done: list[asyncio.Future[None]],
+        number: int,
+        released: list[int],
+    ) -> None:
+        for other in submission.after:
+            await done[other]
+        if submission.pause_s:
+            await asyncio.sleep(submission.pause_s)
+        models = self._workload.tasks
+        wanted = [models[position].key for position in submission.wanted]
+        positions = [one for one in submission.tasks if models[one].key not in self._held]
+        arrived = self._client.wait_for(wanted)
+        message = graph_message(self._workload, positions, wanted)
+        began = thread_time()
+        await self._scheduler.take_graph(message, CLIENT)
+        self._cost.graph_s += thread_time() - began
+        for exchange in self._program.exchanges:
+            if exchange.barrier in submission.tasks:
+                self._add_exchange(exchange)
+        await arrived
+        done[number].set_result(None)
+        self._scheduler.client_releases_keys(
+            keys=[models[position].key for position in released], client=CLIENT
+        )
+
+    def _add_exchange(self, model: ExchangeModel) -> None:
+        models, exchanges = self._workload.tasks, self._shared.exchanges
+        found = ModelledExchange(model, self._program, self._shared, self._scheduler.restrict)
+        exchanges.of_barrier[models[model.barrier].key] = found
+        for position in model.transfers:
+            exchanges.of_transfer[models[position].key] = found
+        for position in model.outputs:
+            exchanges.of_output.setdefault(models[position].key, []).append(found)
 
     def _result(self, makespan_s: float) -> Result:
         shared = self._shared
@@ -203,6 +293,16 @@ class _Simulation:
             link_nbytes=dict(sorted(shared.link_nbytes.items())),
             peak_nbytes={a: worker.peak_nbytes for a, worker in shared.workers.items()},
             steals=self._steals,
+            spilled_nbytes={
+                a: worker.memory.written_nbytes
+                for a, worker in shared.workers.items()
+                if worker.memory is not None
+            },
+            needed_nbytes={
+                a: worker.memory.peak_nbytes
+                for a, worker in shared.workers.items()
+                if worker.memory is not None
+            },
             cost=self._cost,
         )
 

@@ -5,22 +5,20 @@ and answers the scheduler. This module executes its instructions in virtual time
 duration at this worker's speed; a transfer takes its request's latency plus the time of its bytes
 on the links.
 
-The model leaves out spilling and pausing (memory is counted, not limited) and worker plugins. It
-also leaves out threads that slow each other down, and the time of the worker's own event loop.
+On a machine with disks, memory is limited: results go to disk and come back, which takes time. On
+others it is only counted. The model leaves out pausing, worker plugins, threads that slow each
+other down, and the time of the worker's own event loop.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dask
 from dask.typing import Key
-from dask.utils import parse_bytes
 
 from dask_gpurt.plugins.patches.simulator import (
     EVENTS,
@@ -39,11 +37,15 @@ from dask_gpurt.plugins.patches.simulator import (
     WorkerState,
     give_value,
 )
-from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
-from dask_gpurt.simulate.cluster_model import ClusterModel, WorkerModel
+from dask_gpurt.plugins.simulation.shared_state import SharedState
+from dask_gpurt.simulate.clock import ClockEvent
+from dask_gpurt.simulate.cluster_model import WorkerModel
+from dask_gpurt.simulate.modelled_memory import ModelledMemory
 from dask_gpurt.simulate.result import TaskRun, TransferRun
-from dask_gpurt.simulate.transfers import Transfers
-from dask_gpurt.simulate.workload import StableStr, TaskModel
+from dask_gpurt.simulate.workload import StableStr
+
+if TYPE_CHECKING:
+    pass
 
 #: Smallest transfer that counts in measured bandwidths, as in distributed.
 MEASURED_NBYTES = 1_000_000
@@ -51,68 +53,14 @@ MEASURED_NBYTES = 1_000_000
 LEAST_TASK_S = 1e-6
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits that a worker process reads from Dask's configuration.
-
-    Attributes
-    ----------
-    incoming_count, outgoing_count
-        Concurrent transfers.
-    message_nbytes
-        Size of one transfer, unless it has a single result.
-    memory_fraction
-        Share of a worker's memory that may be in flight to it.
-    """
-
-    incoming_count: int
-    outgoing_count: int
-    message_nbytes: int
-    memory_fraction: float
-
-    @classmethod
-    def from_config(cls) -> Limits:
-        """Return the limits of a worker that starts now."""
-        setting = dask.config.get
-        return cls(
-            incoming_count=setting("distributed.worker.connections.incoming"),
-            outgoing_count=setting("distributed.worker.connections.outgoing"),
-            message_nbytes=parse_bytes(setting("distributed.worker.transfer.message-bytes-limit")),
-            memory_fraction=setting("distributed.worker.memory.transfer") or math.inf,
-        )
-
-
-@dataclass
-class SharedState:
-    """State shared by the workers of one simulation.
-
-    Attributes
-    ----------
-    send
-        Sends a message from a worker (by address) to the scheduler.
-    models
-        Duration and size of each task.
-    """
-
-    clock: VirtualClock
-    machine: ClusterModel
-    transfers: Transfers
-    models: dict[Key, TaskModel]
-    send: Callable[[str, dict[str, Any]], None]
-    limits: Limits
-    workers: dict[str, ModelledWorker] = field(default_factory=dict)
-    tasks: list[TaskRun] = field(default_factory=list)
-    moved: list[TransferRun] = field(default_factory=list)
-    link_nbytes: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass
 class _Execution:
     run_id: int
     start_s: float
+    inputs: tuple[Key, ...]
     left_s: float  # of its duration at speed 1, at `since_s`
     since_s: float
-    end: ClockEvent
+    end: ClockEvent | None = None  # while it computes
 
 
 @dataclass
@@ -147,6 +95,10 @@ class ModelledWorker:
         self.peak_nbytes = 0
         self._shared = shared
         self._host = model.host
+        machine = shared.machine
+        self._disk = (machine.disk_of(model.host),) if machine.disk_nbytes_per_s else ()
+        self.memory = ModelledMemory(model.memory_nbytes, shared.next_use) if self._disk else None
+        self._full: list[Callable[[], None]] = []
         limits = shared.limits
         self._state = WorkerState(
             nthreads=model.nthreads,
@@ -166,6 +118,7 @@ class ModelledWorker:
     def hold(self, key: StableStr) -> None:
         """Take a result that nobody sent."""
         give_value(self._state, key, self._shared.models[key].nbytes)
+        self._keep((key,))
         self.peak_nbytes = self._state.nbytes
 
     # Messages from the scheduler.
@@ -190,6 +143,10 @@ class ModelledWorker:
         if op == "remove-worker":
             content["worker"] = self._shared.workers[content["worker"]].stable_address
         self._handle(event(**content))
+        if self.memory is not None and op in ("free-keys", "remove-replicas"):
+            for key in message["keys"]:
+                if key not in self._state.data:
+                    self.memory.drop(key)
 
     def _handle(self, event: StateMachineEvent) -> None:
         for instruction in self._state.handle_stimulus(event):
@@ -215,25 +172,61 @@ class ModelledWorker:
 
         return self._shared.clock.call_later(delay_s, if_alive)
 
-    # Execution of tasks.
+    # Execution of tasks: wait for memory, read inputs from disk, compute, exchange, finish.
 
     def _execute(self, instruction: Execute) -> None:
         key = instruction.key
-        duration_s = max(self._shared.models[key].duration_s, LEAST_TASK_S)
         now_s = self._shared.clock.now_s
-        self._executions[key] = _Execution(
-            run_id=self._state.tasks[key].run_id,
-            start_s=now_s,
-            left_s=duration_s,
-            since_s=now_s,
-            end=self._later(duration_s / self.speed, partial(self._executed, key)),
-        )
+        ts = self._state.tasks[key]
+        inputs = tuple(one.key for one in ts.dependencies)
+        duration_s = max(self._shared.models[key].duration_s, LEAST_TASK_S)
+        self._executions[key] = _Execution(ts.run_id, now_s, inputs, duration_s, now_s)
+        self._begin(key)
+
+    def _begin(self, key: Key) -> None:
+        memory = self.memory
+        if memory is None:
+            self._compute(key)
+            return
+        if memory.must_wait:
+            self._full.append(partial(self._begin, key))
+            return
+        memory.reserve(self._shared.models[key].nbytes)
+        from_disk: float = memory.use(self._executions[key].inputs)
+        for exchange in self._shared.exchanges.of_output.get(key, ()):
+            from_disk += memory.give_shards(exchange.output_nbytes(key))
+        self._write_excess()
+        self._move_on_disk(from_disk, partial(self._compute, key))
+
+    def _compute(self, key: Key) -> None:
+        execution = self._executions.get(key)
+        if execution is None:
+            return  # the worker died while it read
+        execution.since_s = self._shared.clock.now_s
+        execution.end = self._later(execution.left_s / self.speed, partial(self._exchange, key))
+
+    def _exchange(self, key: Key) -> None:
+        self._executions[key].end = None
+        exchanges = self._shared.exchanges
+        done = partial(self._executed, key)
+        if key in exchanges.of_transfer:
+            exchanges.of_transfer[key].send(self, done)
+        elif key in exchanges.of_barrier:
+            exchanges.of_barrier[key].at_barrier(done)
+        else:
+            done()
 
     def _executed(self, key: Key) -> None:
-        execution = self._executions.pop(key)
+        execution = self._executions.pop(key, None)
+        if execution is None:
+            return  # the worker died while it sent
         shared = self._shared
         now_s, nbytes = shared.clock.now_s, shared.models[key].nbytes
+        shared.done.add(key)
         shared.tasks.append(TaskRun(str(key), self.address, execution.start_s, now_s))
+        if self.memory is not None:
+            self.memory.reserve(-nbytes)
+            self.memory.unuse(execution.inputs)
         self._handle(
             ExecuteSuccessEvent(
                 key=key,
@@ -246,16 +239,55 @@ class ModelledWorker:
                 stimulus_id=f"task-finished-{now_s}",
             )
         )
+        self._keep((key,))
+
+    # Memory and disk.
+
+    def _keep(self, keys: Collection[Key]) -> None:
+        """Count results that came into memory, and write some to disk if there are too many."""
+        if self.memory is None:
+            return
+        for key in keys:
+            if key in self._state.data:
+                self.memory.put(key, self._shared.models[key].nbytes)
+        self._write_excess()
+
+    def _write_excess(self) -> None:
+        assert self.memory is not None
+        for key, nbytes in self.memory.to_write():
+            self._move_on_disk(nbytes, partial(self._written, key))
+
+    def _written(self, key: Hashable) -> None:
+        assert self.memory is not None
+        self.memory.written(key)
+        waiting, self._full = self._full, []
+        for begin in waiting:
+            begin()
+
+    def _move_on_disk(self, nbytes: float, done: Callable[[], object]) -> None:
+        """Call `done` when the disk of the host has written or read these bytes."""
+        if nbytes:
+            self._shared.transfers.start(self._disk, nbytes, done)
+        else:
+            done()
+
+    def take_shards(self, nbytes: float) -> None:
+        """Take shards of a shuffle. Those that memory has no room for go to disk."""
+        if self.memory is not None:
+            self._move_on_disk(self.memory.take_shards(nbytes), lambda: None)
+            self._write_excess()
 
     def change_speed(self, speed: float) -> None:
         """Continue at another speed."""
         now_s = self._shared.clock.now_s
         for key, execution in self._executions.items():
+            if execution.end is None:
+                continue  # it reads or sends, which takes as long as before
             execution.end.cancel()
             execution.left_s -= (now_s - execution.since_s) * self.speed
             execution.since_s = now_s
             execution.end = self._later(
-                max(execution.left_s, 0.0) / speed, partial(self._executed, key)
+                max(execution.left_s, 0.0) / speed, partial(self._exchange, key)
             )
         self.speed = speed
 
@@ -304,7 +336,15 @@ class ModelledWorker:
                 shared.link_nbytes[link] = shared.link_nbytes.get(link, 0) + nbytes
             target._later(route.latency_s, lambda: target._received(number, data, nbytes))
 
-        fetch.transfer = shared.transfers.start(route.links, nbytes, sent)
+        def read() -> None:
+            if self.memory is not None:
+                self.memory.unuse(data)
+            if number in target._fetches:
+                fetch.transfer = shared.transfers.start(route.links, nbytes, sent)
+            else:
+                self._outgoing -= 1
+
+        self._move_on_disk(0 if self.memory is None else self.memory.use(data), read)
 
     def _received(self, number: int, data: dict[Key, object], nbytes: int) -> None:
         if number not in self._fetches:
@@ -327,6 +367,7 @@ class ModelledWorker:
                 stimulus_id=f"gather-dep-success-{now_s}",
             )
         )
+        self._keep(data)
 
     def _record_transfer(
         self,

@@ -25,7 +25,7 @@ from dask_gpurt.plugins import activation
 from dask_gpurt.plugins.tracing.trace_session import TraceSession
 from dask_gpurt.tracing import files, merge
 from dask_gpurt.tracing.clocks import ClockExchange
-from dask_gpurt.tracing.events import LinkFacts, Trace
+from dask_gpurt.tracing.events import MEMORY_LIMITS, LinkFacts, Trace
 from dask_gpurt.tracing.nsight.join_traces import PIDS
 
 if TYPE_CHECKING:
@@ -215,6 +215,7 @@ class ClusterTrace(activation.ClientBlock):
             "program": os.path.basename(sys.argv[0]),
             "gpurt": found["settings"],
             PIDS: found["pids"],
+            MEMORY_LIMITS: found["memory_limits"],
         }
         return merge.merged(
             scheduler,

@@ -263,6 +263,7 @@ class TraceSession(SchedulerPlugin):
             "workers": [one.plain() for one in self._workers],
             "settings": self._settings(),
             "pids": {one.address: one.pid for one in self._workers if one.pid},
+            "memory_limits": {one.address: one.memory_limit_nbytes for one in self._workers},
             "links": known_links(self.scheduler, self._workers),
             "versions": {
                 "dask_gpurt": dask_gpurt.__version__,

@@ -34,6 +34,7 @@ class WorkerTrace:
         self.address: str = state.address
         self.name, self.host = str(state.name), str(state.host)
         self.n_threads: int = state.nthreads
+        self.memory_limit_nbytes = int(state.memory_limit or 0)
         self.exchanges: list[ClockExchange] = []
         #: Why it records nothing.
         self.problem: str | None = None

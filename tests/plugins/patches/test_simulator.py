@@ -91,7 +91,7 @@ def test_scheduler_hashes_follow_from_given_names():
 
 def test_a_graph_has_the_dependencies_of_its_tasks():
     model = workload(task("a-0", source=True), task("b-0", 0))
-    message = seams.graph_message(model, [model.tasks[1].key])
+    message = seams.graph_message(model, [0, 1], [model.tasks[1].key])
     graph = seams._Graph({"a-0": ([], True), "b-0": (["a-0"], False)})
     tasks = graph.__dask_graph__()
     assert {type(one) for one in tasks.values()} == {Task}

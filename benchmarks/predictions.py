@@ -1,0 +1,268 @@
+"""Predictions of `dask gpurt predict` against real runs on the machines that were predicted.
+
+Each program is traced on one cluster. The trace predicts it on others, and then it really runs
+there. Tasks wait instead of computing, so that more workers than cores are as fast as on machines
+of their own. Hosts are network namespaces with links of a given rate, which needs root.
+
+    python -m benchmarks.predictions itself            # the traced cluster
+    python -m benchmarks.predictions workers           # traced on 2 hosts, predicted for 4
+    python -m benchmarks.predictions links             # traced at 100 MB/s, for 400 and 12.5 MB/s
+    python -m benchmarks.predictions memory            # traced with 4 GB, predicted for 1.5 GB
+
+Without `--wait`, tasks of `itself` compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.array as da
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+from distributed import Client, LocalCluster
+
+from benchmarks import hosts
+from benchmarks.harness import machine
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
+from dask_gpurt.predict.catalogue import Catalogue
+from dask_gpurt.predict.prediction import predict
+from dask_gpurt.predict.recorded_program import RecordedProgram, recorded_program
+from dask_gpurt.tracing import files
+
+#: Bytes per second of a waiting task.
+RATE = 200e6
+
+
+def waiting(block: Any, wait: bool) -> Any:
+    """Return a block after the time that its work would take."""
+    if wait:
+        nbytes = block.nbytes if isinstance(block, np.ndarray) else block.memory_usage().sum()
+        time.sleep(nbytes / RATE)
+    return block
+
+
+def made(wait: bool, side: int, seed: int) -> Any:
+    """Return a square array of blocks of 16 MB."""
+
+    def make(block_info: Any = None) -> Any:
+        location = block_info[None]["chunk-location"]
+        block = np.random.default_rng([seed, *location]).random((1024, 2048))
+        return waiting(block, wait)
+
+    return da.map_blocks(
+        make, chunks=((1024,) * side * 2, (2048,) * side), dtype=float, meta=np.empty((0, 0))
+    )
+
+
+def frame(wait: bool, n: int, seed: int, n_keys: int = 100_000) -> Any:
+    """Return a frame of partitions of 12 MB."""
+
+    def make(i: int) -> pd.DataFrame:
+        random = np.random.default_rng([seed, i])
+        part = pd.DataFrame(
+            {
+                "key": random.integers(0, n_keys, 500_000),
+                "a": random.random(500_000),
+                "b": random.random(500_000),
+            }
+        )
+        return waiting(part, wait)
+
+    return dd.from_map(make, range(n), meta=make(0).iloc[:0])
+
+
+def each(block: Any, wait: bool) -> Any:
+    return waiting(np.sqrt(block), wait)
+
+
+def reduction(wait: bool) -> Any:
+    return made(wait, 8, 1).map_blocks(each, wait, dtype=float).sum(axis=0).sum()
+
+
+def addition(wait: bool) -> Any:
+    return (made(wait, 6, 1) + made(wait, 6, 2)).map_blocks(each, wait, dtype=float).sum()
+
+
+def transpose(wait: bool) -> Any:
+    x = made(wait, 6, 1).rechunk((2048, 2048))
+    return (x + x.T).map_blocks(each, wait, dtype=float).sum()
+
+
+def matmul(wait: bool) -> Any:
+    x = made(wait, 4, 1).rechunk((2048, 2048))[:4096, :4096]
+    return x.dot(x).sum()
+
+
+def stencil(wait: bool) -> Any:
+    x = made(wait, 5, 1)
+    return x.map_overlap(each, wait=wait, depth=8, boundary="reflect", dtype=float).sum()
+
+
+def task_shuffle(wait: bool) -> Any:
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        return frame(wait, 48, 1).shuffle("key").map_partitions(len).sum().optimize()
+
+
+def shuffle(wait: bool) -> Any:
+    return frame(wait, 64, 1).shuffle("key").map_partitions(len).sum()
+
+
+def merge(wait: bool) -> Any:
+    left, right = frame(wait, 32, 1), frame(wait, 24, 2, 2_000_000)
+    joined = left.merge(right, on="key", how="inner", shuffle_method="p2p")
+    return joined.groupby("key").a_x.sum().sum()
+
+
+PROGRAMS: dict[str, Callable[[bool], Any]] = {
+    one.__name__: one
+    for one in (reduction, addition, transpose, matmul, stencil, task_shuffle, shuffle, merge)
+}
+
+
+def run_s(client: Client, program: Callable[[bool], Any], wait: bool) -> float:
+    """Run a program, and return its seconds."""
+    began = time.perf_counter()
+    client.compute(program(wait)).result()
+    return time.perf_counter() - began
+
+
+def traced(client: Client, name: str, wait: bool) -> RecordedProgram:
+    """Run a program twice, and return the trace of the second run."""
+    run_s(client, PROGRAMS[name], wait)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "trace.json.gz"
+        with ClusterTrace(client, path):
+            run_s(client, PROGRAMS[name], wait)
+        return recorded_program(files.read(path), name)
+
+
+@contextlib.contextmanager
+def local(n_workers: int, memory_limit: str | int = "auto") -> Iterator[Client]:
+    with (
+        dask.config.set({"gpurt.enabled": True}),
+        LocalCluster(
+            n_workers=n_workers,
+            threads_per_worker=1,
+            memory_limit=memory_limit,
+            dashboard_address=None,
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def shaped(n_hosts: int, rate: str) -> Iterator[Client]:
+    with dask.config.set({"gpurt.enabled": True}), hosts.hosts(n_hosts) as names:
+        hosts.shape(names, rate)
+        with hosts.cluster(names) as client:
+            yield client
+
+
+def predicted(recorded: RecordedProgram, wanted: str, text: str = "") -> tuple[float, int]:
+    """Return the seconds on some machines, and the bytes spilled there."""
+    catalogue = Catalogue(recorded.cluster, text, "benchmark" if text else "")
+    (row,) = predict(recorded, [wanted], catalogue, simulate).rows
+    return row.seconds, row.spilled_nbytes
+
+
+class Table:
+    """Rows of predicted and measured seconds."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, program: str, case: str, predicted_s: float, measured: list[float]) -> None:
+        measured_s = statistics.median(measured)
+        error = predicted_s / measured_s - 1
+        self.rows.append(
+            {
+                "program": program,
+                "case": case,
+                "predicted_s": predicted_s,
+                "measured_s": measured_s,
+                "error": error,
+            }
+        )
+        spread = f"{min(measured):.2f}-{max(measured):.2f}"
+        print(
+            f"{program:14} {case:22} predicted {predicted_s:6.2f} s"
+            f" measured {measured_s:6.2f} s ({spread}) error {error:+.0%}",
+            flush=True,
+        )
+
+    def close(self, path: str | None) -> None:
+        errors = [abs(row["error"]) for row in self.rows]
+        print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
+        if path:
+            content = {"machine": machine(), "rows": self.rows}
+            pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def itself(names: list[str], repeats: int, wait: bool, table: Table) -> None:
+    with local(2) as client:
+        for name in names:
+            recorded = traced(client, name, wait)
+            seconds, _ = predicted(recorded, "recorded")
+            table.add(name, "the traced run", seconds, [recorded.measured_s])
+            table.add(
+                name,
+                "other runs",
+                seconds,
+                [run_s(client, PROGRAMS[name], wait) for _ in range(repeats)],
+            )
+
+
+def workers(names: list[str], repeats: int, wait: bool, table: Table) -> None:
+    with shaped(2, "1600mbit") as client:
+        recorded = {name: traced(client, name, True) for name in names}
+    found = {name: predicted(one, "4*recorded")[0] for name, one in recorded.items()}
+    with shaped(4, "1600mbit") as client:
+        for name in names:
+            run_s(client, PROGRAMS[name], True)
+            measured = [run_s(client, PROGRAMS[name], True) for _ in range(repeats)]
+            table.add(name, "4 hosts from 2", found[name], measured)
+
+
+def links(names: list[str], repeats: int, wait: bool, table: Table) -> None:
+    with shaped(4, "800mbit") as client:
+        recorded = {name: traced(client, name, True) for name in names}
+    for rate, network in (("3200mbit", "400 MB/s"), ("100mbit", "12.5 MB/s")):
+        text = f"other: {{threads: 1, memory: 8 GiB, network: {network}}}"
+        found = {name: predicted(one, "4*other", text)[0] for name, one in recorded.items()}
+        with shaped(4, rate) as client:
+            for name in names:
+                run_s(client, PROGRAMS[name], True)
+                measured = [run_s(client, PROGRAMS[name], True) for _ in range(repeats)]
+                table.add(name, network, found[name], measured)
+
+
+SCENARIOS = {one.__name__: one for one in (itself, workers, links)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--wait", action="store_true", help="Tasks wait instead of computing.")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    table = Table()
+    SCENARIOS[options.scenario](options.only, options.repeats, options.wait, table)
+    table.close(options.json)
+
+
+if __name__ == "__main__":
+    main()

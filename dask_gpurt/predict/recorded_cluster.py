@@ -1,0 +1,110 @@
+"""The cluster of a trace: its hosts, its workers, and the speed of its links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dask_gpurt.tracing.events import MEMORY_LIMITS
+from dask_gpurt.tracing.report.event_columns import Columns
+
+#: Bytes per second between workers of a host, where the trace has no large message: what workers
+#: reach over a loopback connection.
+LOCAL_NBYTES_PER_S = 2e9
+#: Bytes per second between hosts, where the trace has none: 10 Gb/s net of overhead.
+NETWORK_NBYTES_PER_S = 1.2e9
+#: Smaller messages say more about latency than about bandwidth.
+LARGE_NBYTES = 1 << 20
+#: A link carries at least the rate of its fastest messages. The very fastest are mere luck.
+FAST_QUANTILE = 0.9
+#: Longer times between two tasks have another cause than the worker's own work.
+MAX_TURNAROUND_S = 0.05
+#: Seconds of a message between a worker and the scheduler, at most and at least.
+CONTROL_S = 0.0002, 0.05
+
+
+@dataclass(frozen=True)
+class RecordedCluster:
+    """The cluster on which a trace was made.
+
+    Attributes
+    ----------
+    workers
+        The threads of each worker, by host. The order is that of the trace.
+    memory_nbytes
+        Memory limit of a worker; 0 if unknown.
+    local_nbytes_per_s, network_nbytes_per_s
+        Bandwidth between workers of one host, and between hosts.
+    control_s
+        Seconds of a message from a worker to the scheduler, with the time that it waits there.
+    turnaround_s
+        Seconds that a thread needs from the end of a task to the start of the next one, if that is
+        there already.
+    """
+
+    workers: dict[str, tuple[int, ...]]
+    memory_nbytes: int
+    local_nbytes_per_s: float
+    network_nbytes_per_s: float
+    control_s: float
+    turnaround_s: float
+
+    @property
+    def n_workers(self) -> int:
+        """Number of workers."""
+        return sum(map(len, self.workers.values()))
+
+    @property
+    def nthreads(self) -> int:
+        """Threads of a worker: the usual number."""
+        counts = sorted(one for threads in self.workers.values() for one in threads)
+        return counts[len(counts) // 2]
+
+
+def recorded_cluster(columns: Columns) -> RecordedCluster:
+    """Return the cluster of a trace."""
+    places, tasks = columns.places, columns.tasks
+    workers: dict[str, tuple[int, ...]] = {}
+    for i in places.workers:
+        host = places.hosts[i]
+        workers[host] = (*workers.get(host, ()), max(columns.n_threads(i), 1))
+    limits = columns.trace.about.get(MEMORY_LIMITS)
+    known = [int(one) for one in limits.values() if one] if isinstance(limits, dict) else []
+    between = [link.bandwidth for link in columns.trace.links if link.bandwidth > 0]
+    waits_s = tasks.known_s - tasks.end_s
+    control_s = float(np.median(waits_s)) if len(waits_s) else CONTROL_S[0]
+    return RecordedCluster(
+        workers,
+        min(known, default=0),
+        _rate(columns, is_local=True) or LOCAL_NBYTES_PER_S,
+        max(between, default=0.0) or _rate(columns, is_local=False) or NETWORK_NBYTES_PER_S,
+        min(max(control_s, CONTROL_S[0]), CONTROL_S[1]),
+        _turnaround_s(columns),
+    )
+
+
+def _turnaround_s(columns: Columns) -> float:
+    """Return the mean time of a thread between two tasks of which the second did not wait."""
+    tasks = columns.tasks
+    order = np.lexsort((tasks.start_s, tasks.thread, tasks.process))
+    one, next_ = order[:-1], order[1:]
+    follows = (tasks.process[one] == tasks.process[next_]) & (
+        tasks.thread[one] == tasks.thread[next_]
+    )
+    follows &= tasks.here_s[next_] <= tasks.end_s[one]
+    between_s = (tasks.start_s[next_] - tasks.end_s[one])[follows]
+    if not len(between_s):
+        return 0.0
+    return float(between_s.clip(0.0, MAX_TURNAROUND_S).mean())
+
+
+def _rate(columns: Columns, *, is_local: bool) -> float:
+    """Return the bytes per second that fast messages reached; 0 without large messages."""
+    hops = columns.hops
+    lasted_s = hops.wire_end_s - hops.start_s
+    chosen = (hops.nbytes >= LARGE_NBYTES) & (lasted_s > 0)
+    chosen &= (hops.source == hops.target) if is_local else (hops.source != hops.target)
+    if not chosen.any():
+        return 0.0
+    return float(np.quantile(hops.nbytes[chosen] / lasted_s[chosen], FAST_QUANTILE))

@@ -1,0 +1,253 @@
+"""A traced program as one that can be simulated: tasks, shuffles, and the client's submissions.
+
+A trace says when each task was ready and what it needed, but not which graph it came from. A task
+that became ready long after its inputs was submitted at that time. All tasks that were submitted
+within a moment are one graph, and so are the tasks that need them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from dask.order import order
+from dask.typing import Key
+
+from dask_gpurt.errors import PredictionError
+from dask_gpurt.predict.recorded_cluster import RecordedCluster, recorded_cluster
+from dask_gpurt.simulate.program import ExchangeModel, ProgramModel, Submission
+from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
+from dask_gpurt.tracing.events import Trace
+from dask_gpurt.tracing.lane_names import PHASE, SEND
+from dask_gpurt.tracing.report.event_columns import Columns
+
+#: The scheduler makes a task ready this soon after its last input. Later, the client submitted it.
+SOON_S = 0.05
+#: Tasks that are submitted within such a time are of one graph.
+MOMENT_S = 0.05
+#: Prefix of the task that ends the transfers of a shuffle.
+BARRIER = "shuffle-barrier"
+
+
+@dataclass(frozen=True)
+class RecordedProgram:
+    """A traced program.
+
+    Attributes
+    ----------
+    measured_s
+        Seconds from the first submission to the last result, in the trace.
+    client_s
+        Seconds of `measured_s` in which no task was under way, because the client did other things.
+    """
+
+    program: ProgramModel
+    cluster: RecordedCluster
+    measured_s: float
+    client_s: float
+
+
+class _Batch(NamedTuple):
+    """A submission: when it was made, its tasks, and when the last of them was known."""
+
+    at_s: float
+    tasks: list[int]
+    known_s: float
+
+
+def recorded_program(trace: Trace, name: str) -> RecordedProgram:
+    """Return the program in a trace.
+
+    Raises
+    ------
+    PredictionError
+        The trace has no task.
+    """
+    columns = Columns(trace)
+    n = len(columns.tasks)
+    if not n:
+        raise PredictionError(f"{name} has no task, so there is nothing to predict")
+    index = columns.tasks.index
+    needs = [
+        tuple(dict.fromkeys(index[one] for one in needed if one in index and index[one] != i))
+        for i, needed in enumerate(columns.tasks.needs)
+    ]
+    batches = _batches(columns, needs)
+    batch_of = {task: number for number, batch in enumerate(batches) for task in batch.tasks}
+    ranked = _ranked(columns, needs, batches, batch_of)
+    position = {task: rank for rank, task in enumerate(ranked)}
+    names = _names(columns, needs, batch_of)
+    cluster = recorded_cluster(columns)
+    tasks = tuple(
+        TaskModel(
+            names[task],
+            tuple(position[one] for one in needs[task]),
+            float(columns.working_s[task]) + cluster.turnaround_s,
+            int(columns.tasks.nbytes[task]),
+            produces_data=not needs[task],
+        )
+        for task in ranked
+    )
+    submissions = _submissions(needs, batches, batch_of, position)
+    wanted = tuple(one for each in submissions for one in each.wanted)
+    program = ProgramModel(
+        Workload(name, tasks, wanted),
+        submissions,
+        _exchanges(columns, needs, position),
+    )
+    began_s = batches[0].at_s
+    ended_s = float(columns.tasks.known_s.max())
+    return RecordedProgram(program, cluster, ended_s - began_s, _idle_s(batches, began_s))
+
+
+def _batches(columns: Columns, needs: list[tuple[int, ...]]) -> list[_Batch]:
+    """Return the submissions, in order of time."""
+    tasks = columns.tasks
+    submitted_s: dict[int, float] = {}
+    for i, needed in enumerate(needs):
+        inputs_s = max((float(tasks.known_s[one]) for one in needed), default=-np.inf)
+        if tasks.ready_s[i] - inputs_s > SOON_S:
+            submitted_s[i] = float(tasks.ready_s[i])
+    by_time = sorted(submitted_s, key=submitted_s.__getitem__)
+    starts: list[float] = []
+    number_of: dict[int, int] = {}
+    last_s = -np.inf
+    for i in by_time:
+        if submitted_s[i] - last_s > MOMENT_S:
+            starts.append(submitted_s[i])
+        last_s = submitted_s[i]
+        number_of[i] = len(starts) - 1
+    # Tasks of a trace begin after their inputs are known, so that order visits inputs first.
+    members: list[list[int]] = [[] for _ in starts]
+    for i in np.argsort(tasks.known_s, kind="stable").tolist():
+        of_inputs = max((number_of.get(one, 0) for one in needs[i]), default=0)
+        number_of[i] = max(number_of.get(i, 0), of_inputs)
+        members[number_of[i]].append(i)
+    return [
+        _Batch(at_s, found, float(tasks.known_s[found].max()))
+        for at_s, found in zip(starts, members, strict=True)
+        if found
+    ]
+
+
+def _ranked(
+    columns: Columns,
+    needs: list[tuple[int, ...]],
+    batches: list[_Batch],
+    batch_of: dict[int, int],
+) -> list[int]:
+    """Return the tasks in order of priority: by submission, then in Dask's own order."""
+    ranked: list[int] = []
+    for number, batch in enumerate(batches):
+        graph: dict[Key, Any] = {
+            i: (len, *(one for one in needs[i] if batch_of[one] == number)) for i in batch.tasks
+        }
+        ranks = order(graph)
+        ranked += sorted(batch.tasks, key=ranks.__getitem__)
+    return ranked
+
+
+def _names(
+    columns: Columns, needs: list[tuple[int, ...]], batch_of: dict[int, int]
+) -> dict[int, StableStr]:
+    """Return a key for each task. Tasks with equal prefixes and kinds of inputs are one group."""
+    tasks = columns.tasks
+    groups: dict[tuple[object, ...], int] = {}
+    group_of: dict[int, int] = {}
+    counts: defaultdict[int, int] = defaultdict(int)
+    found: dict[int, StableStr] = {}
+    for i in np.argsort(tasks.known_s, kind="stable").tolist():
+        kinds = tuple(sorted({group_of[one] for one in needs[i] if one in group_of}))
+        group = groups.setdefault((tasks.prefix[i], batch_of[i], kinds), len(groups))
+        group_of[i] = group
+        prefix = tasks.prefixes[tasks.prefix[i]]
+        found[i] = StableStr(str((f"{prefix}-{group}", counts[group])))
+        counts[group] += 1
+    return found
+
+
+def _submissions(
+    needs: list[tuple[int, ...]],
+    batches: list[_Batch],
+    batch_of: dict[int, int],
+    position: dict[int, int],
+) -> tuple[Submission, ...]:
+    used_inside: set[int] = set()
+    used_later: set[int] = set()
+    for i, needed in enumerate(needs):
+        for one in needed:
+            (used_inside if batch_of[one] == batch_of[i] else used_later).add(one)
+    found = []
+    for number, batch in enumerate(batches):
+        before = [other for other in range(number) if batches[other].known_s <= batch.at_s]
+        last_s = max((batches[other].known_s for other in before), default=batches[0].at_s)
+        wanted = [one for one in batch.tasks if one in used_later or one not in used_inside]
+        found.append(
+            Submission(
+                tuple(position[one] for one in batch.tasks),
+                tuple(position[one] for one in wanted),
+                tuple(before),
+                max(batch.at_s - last_s, 0.0),
+            )
+        )
+    return tuple(found)
+
+
+def _idle_s(batches: list[_Batch], began_s: float) -> float:
+    """Return the seconds between submissions in which none was under way."""
+    idle_s, until_s = 0.0, began_s
+    for batch in batches:
+        idle_s += max(batch.at_s - until_s, 0.0)
+        until_s = max(until_s, batch.known_s)
+    return idle_s
+
+
+def _exchanges(
+    columns: Columns, needs: list[tuple[int, ...]], position: dict[int, int]
+) -> tuple[ExchangeModel, ...]:
+    """Return the shuffles: each barrier with the tasks before and after it."""
+    tasks = columns.tasks
+    prefixes = [tasks.prefixes[one] for one in tasks.prefix.tolist()]
+    barriers = [i for i, prefix in enumerate(prefixes) if prefix == BARRIER]
+    outputs: defaultdict[int, list[int]] = defaultdict(list)
+    for i, needed in enumerate(needs):
+        for one in needed:
+            if prefixes[one] == BARRIER:
+                outputs[one].append(i)
+    sent = _nbytes_by_transfer(columns)
+    found = []
+    for barrier in barriers:
+        if not outputs[barrier] or not needs[barrier]:
+            continue
+        nbytes = max((sent.get(one, 0.0) for one in needs[barrier]), default=0.0)
+        if not nbytes:
+            # Stock's own shuffles say nothing about their bytes.
+            nbytes = float(sum(tasks.nbytes[one] for one in outputs[barrier]))
+        found.append(
+            ExchangeModel(
+                tuple(position[one] for one in needs[barrier]),
+                position[barrier],
+                tuple(position[one] for one in sorted(outputs[barrier])),
+                nbytes,
+            )
+        )
+    return tuple(found)
+
+
+def _nbytes_by_transfer(columns: Columns) -> dict[int, float]:
+    """Return for each transfer the bytes of its whole run, with those that stayed in place."""
+    sent_nbytes: defaultdict[int, float] = defaultdict(float)
+    run_of: dict[int, int] = {}
+    for work in columns.trace.work:
+        if not work.run:
+            continue
+        if work.lane == PHASE and work.task in columns.tasks.index:
+            run_of[columns.tasks.index[work.task]] = work.run
+        elif work.path == SEND:
+            sent_nbytes[work.run] += work.encoded_nbytes or work.nbytes
+    n = len(columns.places.workers)
+    # Each worker owns an equal part of the outputs, and sends itself nothing.
+    whole = n / (n - 1) if n > 1 else 0.0
+    return {task: sent_nbytes[run] * whole for task, run in run_of.items()}

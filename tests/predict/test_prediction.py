@@ -1,0 +1,88 @@
+"""Predictions rank machines by time, with cost, range, and the resource that would help."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.predict.catalogue import Catalogue
+from dask_gpurt.predict.prediction import Predictions, predict
+from dask_gpurt.predict.recorded_program import recorded_program
+from tests.predict.traces import MIB, ran, trace
+
+#: One vCPU each, so that a machine is one worker of one thread.
+MACHINES = """
+fast: {threads: 1, memory: 8 GiB, network: 10 Gb/s, usd_per_hour: 3600}
+slow: {threads: 1, memory: 8 GiB, network: 80 Mb/s, usd_per_hour: 1800}
+small: {threads: 1, memory: 256 MiB, network: 10 Gb/s, disk: 64 MiB/s}
+tiny: {threads: 1, memory: 8 MiB, network: 10 Gb/s}
+"""
+
+
+def traced(n: int = 8, nbytes: int = 64 * MIB):
+    """Return a traced program: sources that one task reads, on one worker."""
+    load = [ran(i, "load", 1.0 + i, 1.99 + i, ready_s=0.99, nbytes=nbytes) for i in range(n)]
+    last = ran(n, "sum", 1.0 + n, 1.9 + n, *range(n), ready_s=0.995 + n)
+    return recorded_program(trace(*load, last, hosts=("box",)), "test.json.gz")
+
+
+def predictions(*wanted: str, speed: float = 1.0, **more) -> Predictions:
+    recorded = traced(**more)
+    catalogue = Catalogue(recorded.cluster, MACHINES, "test")
+    return predict(recorded, wanted, catalogue, simulate, speed=speed)
+
+
+def test_the_recorded_machines_are_simulated_first():
+    seen: list[str] = []
+    recorded = traced()
+    found = predict(recorded, [], Catalogue(recorded.cluster), simulate, on_simulated=seen.append)
+    assert found.rows == ()
+    assert set(seen) == {"1*recorded"}
+    assert found.measured_s == pytest.approx(8.912)
+    assert abs(found.error) < 0.02
+
+
+def test_machines_are_sorted_by_time_and_have_a_cost():
+    found = predictions("fast", "4*slow", "4*fast")
+    assert [row.group.name for row in found.rows] == ["4*fast", "1*fast", "4*slow"]
+    best, one, _ = found.rows
+    assert best.seconds < one.seconds
+    assert best.usd == pytest.approx(4 * best.seconds)
+    assert one.usd == pytest.approx(one.seconds)
+    assert best.low_s <= best.seconds <= best.high_s
+    assert (best.n_workers, best.nthreads) == (4, 1)
+
+
+def test_the_slow_resource_is_named():
+    (slow,) = predictions("4*slow").rows
+    assert slow.changes[0].name == "network"
+    assert slow.changes[0].ratio < 0.65
+    (alone,) = predictions("fast").rows
+    assert [one.name for one in alone.changes] == ["speed"]
+    assert alone.changes[0].ratio == pytest.approx(0.5, abs=0.02)
+
+
+def test_speed_is_for_other_machines_only():
+    quick = {row.group.name: row for row in predictions("fast", "recorded", speed=2.0).rows}
+    assert quick["1*recorded"].seconds == pytest.approx(2 * quick["1*fast"].seconds, rel=0.02)
+
+
+def test_a_small_machine_spills_and_is_said_to():
+    (small,) = predictions("small", n=6, nbytes=40 * MIB).rows
+    assert small.fits
+    assert small.spilled_nbytes >= 2 * 40 * MIB
+    assert {"memory", "disk"} & {one.name for one in small.changes}
+    assert small.usd is None
+
+
+def test_machines_that_do_not_fit_come_last():
+    found = predictions("tiny", "small", "fast", n=6, nbytes=40 * MIB)
+    assert [row.group.machine.name for row in found.rows] == ["fast", "small", "tiny"]
+    assert not found.rows[-1].fits
+    assert "do not fit into a worker" in found.rows[-1].problem
+
+
+def test_the_same_trace_gives_the_same_predictions():
+    first, second = (predictions("2*slow") for _ in range(2))
+    assert first.rows[0].seconds == second.rows[0].seconds
+    assert first.rows[0].changes == second.rows[0].changes

@@ -1,0 +1,148 @@
+"""A trace becomes a program: its tasks, its graphs in the order of the client, its shuffles."""
+
+from __future__ import annotations
+
+import pytest
+
+from dask_gpurt.errors import PredictionError
+from dask_gpurt.predict.recorded_program import recorded_program
+from dask_gpurt.tracing.events import LaneWork, LinkFacts
+from dask_gpurt.tracing.lane_names import PHASE, SEND
+from tests.predict.traces import MIB, ran, trace
+
+
+def program_of(*tasks, **more):
+    return recorded_program(trace(*tasks, **more), "test.json.gz")
+
+
+def test_tasks_keep_durations_sizes_and_dependencies():
+    recorded = program_of(
+        ran(1, "load", 1.0, 1.5, nbytes=8 * MIB),
+        ran(2, "load", 1.0, 2.0, worker=2, nbytes=4 * MIB),
+        ran(3, "sum", 2.1, 2.4, 1, 2),
+    )
+    tasks = recorded.program.workload.tasks
+    load, other, total = sorted(tasks, key=lambda one: (one.dependencies, one.duration_s))
+    assert [one.duration_s for one in (load, other, total)] == pytest.approx([0.5, 1.0, 0.3])
+    assert [one.nbytes for one in (load, other, total)] == [8 * MIB, 4 * MIB, 0]
+    assert {tasks[one].key for one in total.dependencies} == {load.key, other.key}
+    assert load.produces_data and not total.produces_data
+    assert recorded.measured_s == pytest.approx(2.402 - 0.998)
+
+
+def test_equal_prefixes_with_equal_inputs_are_one_group():
+    # The sizes tell the tasks apart.
+    recorded = program_of(
+        ran(1, "load", 1.0, 1.1, nbytes=1),
+        ran(2, "load", 1.1, 1.2, nbytes=2, ready_s=0.998),
+        ran(3, "sum", 1.2, 1.3, 1, nbytes=3, ready_s=1.103),
+        ran(4, "sum", 1.3, 1.4, 3, nbytes=4),
+        ran(5, "sum", 1.3, 1.4, 2, nbytes=5, worker=2, ready_s=1.203),
+    )
+    group = {one.nbytes: str(one.key).split("'")[1] for one in recorded.program.workload.tasks}
+    assert group[1] == group[2]
+    assert group[3] == group[5] != group[4]
+
+
+def test_a_task_that_is_ready_late_begins_a_graph():
+    recorded = program_of(
+        ran(1, "load", 1.0, 1.5),
+        ran(2, "sum", 1.52, 1.6, 1, ready_s=1.51),
+        ran(3, "again", 3.0, 3.5, 1, ready_s=2.9),
+    )
+    first, second = recorded.program.submissions
+    tasks = recorded.program.workload.tasks
+    assert {str(tasks[one].key)[2:6] for one in first.tasks} == {"load", "sum-"}
+    # The client holds what the second graph needs, and what nobody needs.
+    assert len(first.wanted) == 2
+    assert second.after == (0,)
+    assert second.pause_s == pytest.approx(2.9 - 1.602)
+    assert recorded.client_s == pytest.approx(2.9 - 1.602)
+
+
+def test_graphs_of_two_clients_run_beside_each_other():
+    recorded = program_of(
+        ran(1, "long", 1.0, 4.0), ran(2, "short", 2.0, 2.5, ready_s=1.9, worker=2)
+    )
+    first, second = recorded.program.submissions
+    assert (first.after, second.after) == ((), ())
+    assert second.pause_s == pytest.approx(1.9 - 0.998)
+    assert recorded.client_s == 0
+
+
+def shuffle(*, n: int = 4, run: int = 7, way: str = "comm", nbytes: int = MIB):
+    """Return the tasks and the work of a shuffle in which each worker sends one message."""
+    first = [ran(i, "shuffle-transfer", 1.0 + i, 1.5 + i, worker=1 + i % 2) for i in range(n)]
+    barrier = ran(n, "shuffle-barrier", 2.0 + n, 2.5 + n, *range(n))
+    last = [
+        ran(n + 1 + i, "p2pshuffle", 3.0 + n + i, 3.4 + n + i, n, nbytes=2 * MIB) for i in range(n)
+    ]
+    peers = "tcp://box:2", "tcp://box:1"
+    work = [
+        LaneWork(1 + i, "communication", SEND, nbytes, 1.0, 1.2, peers[i], way, run, 1 + i)
+        for i in range(2)
+    ]
+    work += [LaneWork(1, PHASE, "partition", 0, 1.0, 1.1, run=run, task=i) for i in range(n)]
+    return [*first, barrier, *last], work
+
+
+def test_a_shuffle_has_the_bytes_of_its_messages():
+    tasks, work = shuffle()
+    (exchange,) = program_of(*tasks, work=work).program.exchanges
+    assert (len(exchange.transfers), len(exchange.outputs)) == (4, 4)
+    # Two workers send half of the data to each other.
+    assert exchange.nbytes == 4 * MIB
+
+
+def test_compressed_messages_count_with_their_bytes_on_the_link():
+    tasks, work = shuffle()
+    work = [one._replace(encoded_nbytes=MIB // 4) if one.path == SEND else one for one in work]
+    (exchange,) = program_of(*tasks, work=work).program.exchanges
+    assert exchange.nbytes == MIB
+
+
+def test_a_shuffle_of_stock_has_the_bytes_of_its_outputs():
+    tasks, _ = shuffle()
+    (exchange,) = program_of(*tasks).program.exchanges
+    assert exchange.nbytes == 8 * MIB
+
+
+def test_the_time_at_a_barrier_is_no_work():
+    tasks, work = shuffle()
+    recorded = program_of(*tasks, work=work)
+    (exchange,) = recorded.program.exchanges
+    barrier = recorded.program.workload.tasks[exchange.barrier]
+    assert barrier.duration_s == recorded.cluster.turnaround_s
+
+
+def test_the_cluster_has_hosts_memory_and_rates():
+    tasks, work = shuffle(nbytes=10 * MIB)
+    recorded = program_of(*tasks, work=work, hosts=("box", "shed"))
+    cluster = recorded.cluster
+    assert cluster.workers == {"box": (1,), "shed": (1,)}
+    assert cluster.memory_nbytes == 8 * 2**30
+    assert cluster.network_nbytes_per_s == pytest.approx(10 * MIB / 0.2)
+    assert cluster.control_s == pytest.approx(0.002)
+
+
+def test_measured_links_say_more_than_messages():
+    tasks, work = shuffle(nbytes=10 * MIB)
+    links = [LinkFacts("box", "shed", "", 2e9)]
+    recorded = program_of(*tasks, work=work, hosts=("box", "shed"), links=links)
+    assert recorded.cluster.network_nbytes_per_s == 2e9
+
+
+def test_the_time_between_two_tasks_of_a_thread_is_measured():
+    recorded = program_of(
+        ran(1, "load", 1.0, 1.5, ready_s=0.9),
+        ran(2, "load", 1.504, 2.0, ready_s=0.9),
+        ran(3, "load", 2.002, 2.5, ready_s=0.9),
+        ran(4, "late", 9.0, 9.5, ready_s=8.9),
+    )
+    # The last task was not there when the one before it ended.
+    assert recorded.cluster.turnaround_s == pytest.approx(0.003)
+
+
+def test_a_trace_without_tasks_is_an_error():
+    with pytest.raises(PredictionError, match="has no task"):
+        program_of()

@@ -1,0 +1,85 @@
+"""A modelled memory writes what is needed last, and counts what goes to disk and comes back."""
+
+from __future__ import annotations
+
+import math
+
+from dask_gpurt.simulate.modelled_memory import ModelledMemory
+
+
+def memory(limit_nbytes: int = 1000, **needed: float) -> ModelledMemory:
+    return ModelledMemory(limit_nbytes, lambda key: needed.get(str(key), math.inf))
+
+
+def test_results_below_the_target_stay():
+    full = memory()
+    full.put("a", 600)
+    assert full.to_write() == []
+    assert full.used_nbytes == full.peak_nbytes == 600
+
+
+def test_the_result_that_is_needed_last_is_written_first():
+    full = memory(soon=1, late=9)
+    for key in ("soon", "late"):
+        full.put(key, 400)
+    assert full.to_write() == [("late", 400)]
+    assert full.to_write() == []  # it is on its way
+    assert full.used_nbytes == 800
+    full.written("late")
+    assert (full.used_nbytes, full.written_nbytes) == (400, 400)
+
+
+def test_results_in_use_are_not_written():
+    full = memory(soon=1, late=9)
+    for key in ("soon", "late"):
+        full.put(key, 400)
+    assert full.use(["late"]) == 0
+    assert full.to_write() == [("soon", 400)]
+    full.unuse(["late"])
+    full.written("soon")
+    assert full.use(["soon"]) == 400
+    assert full.read_nbytes == 400
+
+
+def test_a_result_that_is_used_while_it_is_written_stays():
+    full = memory(late=9)
+    full.put("late", 700)
+    assert full.to_write() == [("late", 700)]
+    full.use(["late"])
+    full.written("late")
+    assert (full.used_nbytes, full.written_nbytes) == (700, 0)
+
+
+def test_dropped_results_free_their_memory():
+    full = memory(late=9)
+    full.put("late", 700)
+    full.to_write()
+    full.drop("late")
+    full.written("late")
+    assert (full.used_nbytes, full.written_nbytes) == (0, 0)
+    full.drop("late")
+    assert full.used_nbytes == 0
+
+
+def test_tasks_wait_while_memory_is_full_and_a_disk_writes():
+    full = memory(late=9)
+    full.put("late", 700)
+    full.reserve(400)
+    assert not full.must_wait  # nothing is on its way to disk
+    full.to_write()
+    assert full.must_wait
+    full.written("late")
+    assert not full.must_wait
+    full.reserve(-400)
+    assert (full.used_nbytes, full.peak_nbytes) == (0, 1100)
+
+
+def test_shards_beyond_their_share_go_to_disk_and_come_back():
+    full = memory()
+    assert full.take_shards(200) == 0
+    assert full.take_shards(200) == 100
+    assert (full.used_nbytes, full.written_nbytes) == (300, 100)
+    assert full.give_shards(200) == 50
+    assert full.give_shards(200) == 50
+    assert (full.used_nbytes, full.read_nbytes) == (0, 100)
+    assert full.give_shards(1) == 0
