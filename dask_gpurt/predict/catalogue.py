@@ -6,6 +6,7 @@ of equal machines, of the same size as the workers of the trace.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import importlib.resources
 import re
@@ -29,7 +30,7 @@ DISK_NBYTES_PER_S = 125e6
 
 _WANTED = re.compile(r"(?:(\d{1,9})\s*[*x]\s*)?(\S+)")
 _NEEDED = {"threads": "16", "memory": "64 GiB", "network": "10 Gb/s"}
-_OPTIONAL = {"disk": "500 MB/s", "usd_per_hour": "0.8"}
+_OPTIONAL = {"disk": "500 MB/s", "usd_per_hour": "0.8", "priced": "2026-07-20"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class MachineType:
         Between workers on the machine; None for the rate in the trace.
     usd_per_hour
         None if it is unknown.
+    priced
+        The day of the price; None if it is unknown.
     """
 
     name: str
@@ -55,6 +58,7 @@ class MachineType:
     disk_nbytes_per_s: float = DISK_NBYTES_PER_S
     local_nbytes_per_s: float | None = None
     usd_per_hour: float | None = None
+    priced: datetime.date | None = None
 
 
 @dataclass(frozen=True)
@@ -158,11 +162,13 @@ def _machine(name: str, section: Any, source: str) -> MachineType:
     for key in _NEEDED:
         if key not in section:
             raise PredictionError(f"{where} lacks {key}, such as '{_NEEDED[key]}'")
-    threads, usd = section["threads"], section.get("usd_per_hour")
+    threads, usd, priced = (section.get(key) for key in ("threads", "usd_per_hour", "priced"))
     if type(threads) is not int or not 1 <= threads <= 4096:
         raise PredictionError(f"{where}: threads may be a number from 1 to 4096")
     if usd is not None and not (type(usd) in (int, float) and 0 <= usd < float("inf")):
         raise PredictionError(f"{where}: usd_per_hour may be a number, such as 0.8")
+    if priced is not None and type(priced) is not datetime.date:
+        raise PredictionError(f"{where}: priced may be a day, such as 2026-07-20")
     return MachineType(
         name,
         threads,
@@ -170,6 +176,7 @@ def _machine(name: str, section: Any, source: str) -> MachineType:
         _positive(section, "network", RATES, where),
         _positive(section, "disk", RATES, where) if "disk" in section else DISK_NBYTES_PER_S,
         usd_per_hour=usd,
+        priced=priced,
     )
 
 

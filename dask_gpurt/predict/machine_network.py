@@ -92,7 +92,9 @@ def cluster_of(
     limit = int(machine.memory_nbytes * memory) // each or _PLENTY_NBYTES
     hosts = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(group.count)]
     workers = tuple(
-        WorkerModel(f"tcp://{host}:{40000 + number}", nthreads, limit, speed)
+        WorkerModel(
+            f"tcp://{host}:{40000 + number}", nthreads, limit, speed, startup_s=recorded.startup_s
+        )
         for host in hosts
         for number in range(each)
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 import numpy as np
 
 from dask_gpurt.tracing.events import MEMORY_LIMITS
+from dask_gpurt.tracing.lane_names import FETCH
+from dask_gpurt.tracing.report.busy_time import Coverage
 from dask_gpurt.tracing.report.event_columns import Columns
 
 #: Bytes per second between workers of a host, where the trace has no large message: what workers
@@ -20,6 +23,8 @@ LARGE_NBYTES = 1 << 20
 FAST_QUANTILE = 0.9
 #: Longer times between two tasks have another cause than the worker's own work.
 MAX_TURNAROUND_S = 0.05
+#: A worker that has its libraries sees a task sooner than this.
+MIN_STARTUP_S = 0.1
 #: Seconds of a message between a worker and the scheduler, at most and at least.
 CONTROL_S = 0.0002, 0.05
 
@@ -41,6 +46,9 @@ class RecordedCluster:
     turnaround_s
         Seconds that a thread needs from the end of a task to the start of the next one, if that is
         there already.
+    startup_s
+        Seconds that a new worker needs before its first task, to import libraries. 0 in the trace
+        of workers that had run tasks before.
     """
 
     workers: dict[str, tuple[int, ...]]
@@ -49,6 +57,7 @@ class RecordedCluster:
     network_nbytes_per_s: float
     control_s: float
     turnaround_s: float
+    startup_s: float = 0.0
 
     @property
     def n_workers(self) -> int:
@@ -81,6 +90,7 @@ def recorded_cluster(columns: Columns) -> RecordedCluster:
         max(between, default=0.0) or _rate(columns, is_local=False) or NETWORK_NBYTES_PER_S,
         min(max(control_s, CONTROL_S[0]), CONTROL_S[1]),
         _turnaround_s(columns),
+        _startup_s(columns),
     )
 
 
@@ -97,6 +107,26 @@ def _turnaround_s(columns: Columns) -> float:
     if not len(between_s):
         return 0.0
     return float(between_s.clip(0.0, MAX_TURNAROUND_S).mean())
+
+
+def _startup_s(columns: Columns) -> float:
+    """Return the median over workers of the idle time in which a task was sent but not yet seen.
+
+    A worker imports libraries when the first task that needs them arrives, and sees it later.
+    """
+    tasks, work = columns.tasks, columns.work
+    fetched = np.isin(tasks.number, work.task[work.is_lane(FETCH)])
+    unseen = (tasks.here_s - tasks.assigned_s > MIN_STARTUP_S) & ~fetched
+    found = []
+    for i in columns.places.workers:
+        mine = tasks.process == i
+        if not mine.any():
+            continue
+        waits = Coverage(tasks.assigned_s[mine & unseen], tasks.here_s[mine & unseen])
+        runs = Coverage(tasks.start_s[mine], tasks.end_s[mine])
+        ran_s = sum(map(runs.between, waits.start_s.tolist(), waits.end_s.tolist()))
+        found.append(waits.total_s - ran_s)
+    return statistics.median(found) if found else 0.0
 
 
 def _rate(columns: Columns, *, is_local: bool) -> float:

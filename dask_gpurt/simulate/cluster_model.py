@@ -119,6 +119,8 @@ class WorkerModel:
         Seconds of a task's duration that pass in one second.
     name
         Dask's name for the worker; its address if empty.
+    startup_s
+        Seconds at full speed from its first task until it runs any, to import libraries.
     """
 
     address: str
@@ -126,6 +128,7 @@ class WorkerModel:
     memory_nbytes: int = 64 * 2**30
     speed: float = 1.0
     name: str = ""
+    startup_s: float = 0.0
 
     @property
     def host(self) -> str:

@@ -143,6 +143,20 @@ def test_the_time_between_two_tasks_of_a_thread_is_measured():
     assert recorded.cluster.turnaround_s == pytest.approx(0.003)
 
 
+def test_the_start_of_workers_is_the_idle_time_before_tasks_are_seen():
+    # Workers see their first tasks 1.0 and 1.4 s late. A wait beside another task does not count.
+    late = [
+        ran(1, "load", 2.0, 2.5, ready_s=1.0)._replace(here_s=1.999),
+        ran(2, "load", 2.4, 2.9, ready_s=1.0, worker=2)._replace(here_s=2.399),
+        ran(3, "sum", 3.9, 4.0, 1, ready_s=2.91)._replace(here_s=3.899),
+        ran(4, "sum", 2.91, 4.0, 2, ready_s=2.902, worker=2),
+        ran(5, "last", 4.01, 4.1, 4, ready_s=3.0, worker=2)._replace(here_s=3.9),
+    ]
+    fetch = LaneWork(1, "fetch", "fetch", MIB, 2.9, 3.8, "tcp://box:2", task=3)
+    cluster = program_of(*late, work=[fetch]).cluster
+    assert cluster.startup_s == pytest.approx((0.999 + 1.399) / 2)
+
+
 def test_a_trace_without_tasks_is_an_error():
     with pytest.raises(PredictionError, match="has no task"):
         program_of()

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import dask
 import pytest
@@ -48,6 +49,18 @@ def test_chain_takes_its_durations_and_two_messages_per_task():
     assert [run.key for run in result.tasks] == ["link-0", "link-1", "link-2", "link-3"]
     assert result.busy_s == {address(0): 2.0}
     assert result.transfers == ()
+
+
+def test_each_worker_starts_once_before_its_first_task():
+    machine = flat(2)
+    cold = replace(
+        machine, workers=tuple(replace(one, startup_s=3.0, speed=2.0) for one in machine.workers)
+    )
+    result = simulate(spread(4), cold, validate=True)
+    first = [min(run.stop_s for run in result.tasks if run.worker == address(n)) for n in range(2)]
+    assert min(first) == 1.5 + 0.125 + CONTROL_S
+    # Both start at the same time, and only once.
+    assert result.makespan_s < 1.5 + 4 * 0.125 + 20 * CONTROL_S
 
 
 def test_fan_out_takes_the_rounds_that_workers_need():

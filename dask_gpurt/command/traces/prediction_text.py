@@ -74,8 +74,8 @@ def _notes(found: Predictions) -> list[str]:
     if any(row.group.machine.name != "recorded" for row in found.rows):
         times = "" if found.speed == 1 else f"{found.speed:g} times "
         notes.append(
-            f"Threads of other machines count as {times}as fast as recorded ones; --speed"
-            " changes that."
+            f"Threads of other machines are taken to be {times}as fast as the recorded ones:"
+            " --speed."
         )
     slow = [row.group.name for row in found.rows if row.scheduler_share > _BUSY_SCHEDULER]
     if slow:
@@ -83,8 +83,11 @@ def _notes(found: Predictions) -> list[str]:
             f"On {', '.join(slow)}, the scheduler alone would work most of this time, which is not"
             " in it: use larger partitions."
         )
-    if any(row.usd is not None for row in found.rows):
-        notes.append("Prices are on demand, for the predicted time alone.")
+    priced = [row.group.machine.priced for row in found.rows if row.usd is not None]
+    if priced:
+        oldest = min(filter(None, priced), default=None)
+        since = f" of {oldest}" if oldest else ""
+        notes.append(f"Costs are for the predicted time alone, at prices{since}.")
     if any(row.changes for row in found.rows):
         notes.append(
             'The last column says which resource would help: with "2x network 0.7x", twice the'

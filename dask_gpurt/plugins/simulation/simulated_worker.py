@@ -99,6 +99,9 @@ class ModelledWorker:
         self._disk = (machine.disk_of(model.host),) if machine.disk_nbytes_per_s else ()
         self.memory = ModelledMemory(model.memory_nbytes, shared.next_use) if self._disk else None
         self._full: list[Callable[[], None]] = []
+        self._startup_s = model.startup_s
+        #: When it has its libraries; None before its first task.
+        self._started_s: float | None = None if model.startup_s else 0.0
         limits = shared.limits
         self._state = WorkerState(
             nthreads=model.nthreads,
@@ -181,7 +184,12 @@ class ModelledWorker:
         inputs = tuple(one.key for one in ts.dependencies)
         duration_s = max(self._shared.models[key].duration_s, LEAST_TASK_S)
         self._executions[key] = _Execution(ts.run_id, now_s, inputs, duration_s, now_s)
-        self._begin(key)
+        if self._started_s is None:
+            self._started_s = now_s + self._startup_s / self.speed
+        if now_s < self._started_s:
+            self._later(self._started_s - now_s, partial(self._begin, key))
+        else:
+            self._begin(key)
 
     def _begin(self, key: Key) -> None:
         memory = self.memory

@@ -46,7 +46,17 @@ def test_the_check_comes_before_the_table(recorded, machines):
     assert head.split()[:3] == ["machines", "workers", "time"]
     assert best.split()[0] == "2*fast" and other.split()[0] == "1*fast"
     assert "USD" in best and "2x speed 0.5" in other
-    assert any("as fast as recorded ones" in note for note in notes)
+    assert (
+        "- Threads of other machines are taken to be as fast as the recorded ones: --speed."
+        in notes
+    )
+    assert "- Costs are for the predicted time alone, at prices." in notes
+
+
+def test_costs_say_of_which_day_their_prices_are(recorded):
+    outcome = run(recorded, "--on", "m7i.2xlarge", "--speed", "1.5")
+    assert "at prices of 2026-07-20." in outcome.stdout
+    assert "taken to be 1.5 times as fast" in outcome.stdout
 
 
 def test_more_of_the_recorded_machines_are_predicted_by_default(recorded):
