@@ -6,10 +6,10 @@ of their own. Hosts are network namespaces with links of a given rate, which nee
 
     python -m benchmarks.predictions itself            # the traced cluster
     python -m benchmarks.predictions workers           # traced on 2 hosts, predicted for 4
-    python -m benchmarks.predictions links             # traced at 100 MB/s, for 400 and 12.5 MB/s
-    python -m benchmarks.predictions memory            # traced with 4 GB, predicted for 1.5 GB
+    python -m benchmarks.predictions links             # traced at 25 MB/s, for 100 and 6.25 MB/s
+    python -m benchmarks.predictions memory            # traced with 8 GB, for 1.5 GB and 1 GB
 
-Without `--wait`, tasks of `itself` compute.
+With `--compute`, tasks of `itself` compute and do not wait.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from dask_gpurt.predict.prediction import predict
 from dask_gpurt.predict.recorded_program import RecordedProgram, recorded_program
 from dask_gpurt.tracing import files
 
-#: Bytes per second of a waiting task.
-RATE = 200e6
+#: Bytes per second of a waiting task: so few that two cores suffice for the rest of the work.
+RATE = 50e6
 
 
 def waiting(block: Any, wait: bool) -> Any:
@@ -53,28 +53,28 @@ def waiting(block: Any, wait: bool) -> Any:
 
 
 def made(wait: bool, side: int, seed: int) -> Any:
-    """Return a square array of blocks of 16 MB."""
+    """Return a square array of blocks of 8 MB."""
 
     def make(block_info: Any = None) -> Any:
         location = block_info[None]["chunk-location"]
-        block = np.random.default_rng([seed, *location]).random((1024, 2048))
+        block = np.random.default_rng([seed, *location]).random((1024, 1024))
         return waiting(block, wait)
 
     return da.map_blocks(
-        make, chunks=((1024,) * side * 2, (2048,) * side), dtype=float, meta=np.empty((0, 0))
+        make, chunks=((1024,) * side, (1024,) * side), dtype=float, meta=np.empty((0, 0))
     )
 
 
 def frame(wait: bool, n: int, seed: int, n_keys: int = 100_000) -> Any:
-    """Return a frame of partitions of 12 MB."""
+    """Return a frame of partitions of 6 MB."""
 
     def make(i: int) -> pd.DataFrame:
         random = np.random.default_rng([seed, i])
         part = pd.DataFrame(
             {
-                "key": random.integers(0, n_keys, 500_000),
-                "a": random.random(500_000),
-                "b": random.random(500_000),
+                "key": random.integers(0, n_keys, 250_000),
+                "a": random.random(250_000),
+                "b": random.random(250_000),
             }
         )
         return waiting(part, wait)
@@ -83,7 +83,7 @@ def frame(wait: bool, n: int, seed: int, n_keys: int = 100_000) -> Any:
 
 
 def each(block: Any, wait: bool) -> Any:
-    return waiting(np.sqrt(block), wait)
+    return waiting(block * 0.5 if wait else np.sqrt(np.abs(np.sin(block))), wait)
 
 
 def reduction(wait: bool) -> Any:
@@ -95,33 +95,41 @@ def addition(wait: bool) -> Any:
 
 
 def transpose(wait: bool) -> Any:
-    x = made(wait, 6, 1).rechunk((2048, 2048))
+    x = made(wait, 7, 1)
     return (x + x.T).map_blocks(each, wait, dtype=float).sum()
 
 
 def matmul(wait: bool) -> Any:
-    x = made(wait, 4, 1).rechunk((2048, 2048))[:4096, :4096]
-    return x.dot(x).sum()
+    x = made(wait, 5, 1)
+    return x.dot(x).map_blocks(each, wait, dtype=float).sum()
 
 
 def stencil(wait: bool) -> Any:
-    x = made(wait, 5, 1)
+    x = made(wait, 6, 1)
     return x.map_overlap(each, wait=wait, depth=8, boundary="reflect", dtype=float).sum()
 
 
 def task_shuffle(wait: bool) -> Any:
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        return frame(wait, 48, 1).shuffle("key").map_partitions(len).sum().optimize()
+        return frame(wait, 32, 1).shuffle("key").map_partitions(len).sum().optimize()
 
 
 def shuffle(wait: bool) -> Any:
-    return frame(wait, 64, 1).shuffle("key").map_partitions(len).sum()
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        return frame(wait, 48, 1).shuffle("key").map_partitions(len).sum().optimize()
 
 
 def merge(wait: bool) -> Any:
     left, right = frame(wait, 32, 1), frame(wait, 24, 2, 2_000_000)
-    joined = left.merge(right, on="key", how="inner", shuffle_method="p2p")
-    return joined.groupby("key").a_x.sum().sum()
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        joined = left.merge(right, on="key", how="inner", shuffle_method="p2p")
+        return joined.groupby("key").a_x.sum().sum().optimize()
+
+
+def centred(wait: bool) -> Any:
+    """Read an array that does not fit into memory twice: to find its mean, and to subtract it."""
+    x = made(wait, 16, 1)
+    return (x - x.mean()).sum()
 
 
 PROGRAMS: dict[str, Callable[[bool], Any]] = {
@@ -130,21 +138,24 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
 }
 
 
-def run_s(client: Client, program: Callable[[bool], Any], wait: bool) -> float:
-    """Run a program, and return its seconds."""
-    began = time.perf_counter()
-    client.compute(program(wait)).result()
-    return time.perf_counter() - began
-
-
 def traced(client: Client, name: str, wait: bool) -> RecordedProgram:
-    """Run a program twice, and return the trace of the second run."""
-    run_s(client, PROGRAMS[name], wait)
+    """Run a program with a trace, and return the trace as a program."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json.gz"
         with ClusterTrace(client, path):
-            run_s(client, PROGRAMS[name], wait)
+            client.compute(PROGRAMS[name](wait)).result()
         return recorded_program(files.read(path), name)
+
+
+def warm(client: Client, name: str, wait: bool) -> None:
+    """Run a program once, so that workers have its libraries."""
+    client.compute(PROGRAMS[name](wait)).result()
+
+
+def measured_s(client: Client, name: str, wait: bool, repeats: int) -> list[float]:
+    """Return the seconds of a warm program, from its submission to its result."""
+    warm(client, name, wait)
+    return [traced(client, name, wait).measured_s for _ in range(repeats)]
 
 
 @contextlib.contextmanager
@@ -182,6 +193,7 @@ class Table:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.spilled: list[dict[str, Any]] = []
 
     def add(self, program: str, case: str, predicted_s: float, measured: list[float]) -> None:
         measured_s = statistics.median(measured)
@@ -202,53 +214,98 @@ class Table:
             flush=True,
         )
 
+    def add_spilled(self, program: str, case: str, nbytes: float, measured: list[int]) -> None:
+        middle = statistics.median(measured)
+        error = nbytes / middle - 1
+        self.spilled.append(
+            {
+                "program": program,
+                "case": case,
+                "predicted_nbytes": nbytes,
+                "measured_nbytes": middle,
+                "error": error,
+            }
+        )
+        print(
+            f"{program:14} {case + ', spilled':22} predicted {nbytes / 1e9:6.2f} GB"
+            f" measured {middle / 1e9:6.2f} GB error {error:+.0%}",
+            flush=True,
+        )
+
     def close(self, path: str | None) -> None:
         errors = [abs(row["error"]) for row in self.rows]
         print(f"median error {statistics.median(errors):.0%}, worst {max(errors):.0%}")
         if path:
-            content = {"machine": machine(), "rows": self.rows}
+            content = {"machine": machine(), "rows": self.rows, "spilled": self.spilled}
             pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def itself(names: list[str], repeats: int, wait: bool, table: Table) -> None:
     with local(2) as client:
         for name in names:
+            warm(client, name, wait)
             recorded = traced(client, name, wait)
             seconds, _ = predicted(recorded, "recorded")
             table.add(name, "the traced run", seconds, [recorded.measured_s])
-            table.add(
-                name,
-                "other runs",
-                seconds,
-                [run_s(client, PROGRAMS[name], wait) for _ in range(repeats)],
-            )
+            table.add(name, "other runs", seconds, measured_s(client, name, wait, repeats))
+
+
+def recordings(client: Client, names: list[str]) -> dict[str, RecordedProgram]:
+    found = {}
+    for name in names:
+        warm(client, name, True)
+        found[name] = traced(client, name, True)
+    return found
 
 
 def workers(names: list[str], repeats: int, wait: bool, table: Table) -> None:
-    with shaped(2, "1600mbit") as client:
-        recorded = {name: traced(client, name, True) for name in names}
+    with shaped(2, "400mbit") as client:
+        recorded = recordings(client, names)
     found = {name: predicted(one, "4*recorded")[0] for name, one in recorded.items()}
-    with shaped(4, "1600mbit") as client:
+    with shaped(4, "400mbit") as client:
         for name in names:
-            run_s(client, PROGRAMS[name], True)
-            measured = [run_s(client, PROGRAMS[name], True) for _ in range(repeats)]
-            table.add(name, "4 hosts from 2", found[name], measured)
+            table.add(name, "4 hosts from 2", found[name], measured_s(client, name, True, repeats))
 
 
 def links(names: list[str], repeats: int, wait: bool, table: Table) -> None:
-    with shaped(4, "800mbit") as client:
-        recorded = {name: traced(client, name, True) for name in names}
-    for rate, network in (("3200mbit", "400 MB/s"), ("100mbit", "12.5 MB/s")):
+    with shaped(4, "200mbit") as client:
+        recorded = recordings(client, names)
+    for rate, network in (("800mbit", "100 MB/s"), ("50mbit", "6.25 MB/s")):
         text = f"other: {{threads: 1, memory: 8 GiB, network: {network}}}"
         found = {name: predicted(one, "4*other", text)[0] for name, one in recorded.items()}
         with shaped(4, rate) as client:
             for name in names:
-                run_s(client, PROGRAMS[name], True)
-                measured = [run_s(client, PROGRAMS[name], True) for _ in range(repeats)]
-                table.add(name, network, found[name], measured)
+                table.add(name, network, found[name], measured_s(client, name, True, repeats))
 
 
-SCENARIOS = {one.__name__: one for one in (itself, workers, links)}
+def memory(names: list[str], repeats: int, wait: bool, table: Table) -> None:
+    PROGRAMS[centred.__name__] = centred
+    with local(2, "8GB") as client:
+        recorded = recordings(client, [centred.__name__])[centred.__name__]
+    for limit in ("1.5GB", "1GB"):
+        with local(2, limit) as client:
+            warm(client, centred.__name__, True)
+            runs = [spilling(client) for _ in range(repeats)]
+        rate = statistics.median(one.cluster.disk_nbytes_per_s for one, _ in runs)
+        # Of what the workers of this machine have, the runtime uses the limit of each.
+        text = f"small: {{threads: 2, memory: {2 * float(limit[:-2])} GB, network: 1 GB/s"
+        seconds, spilled_nbytes = predicted(recorded, "small", f"{text}, disk: {rate:.0f} B/s}}")
+        table.add("centred", f"{limit} a worker", seconds, [one.measured_s for one, _ in runs])
+        table.add_spilled("centred", limit, spilled_nbytes, [nbytes for _, nbytes in runs])
+
+
+def spilling(client: Client) -> tuple[RecordedProgram, int]:
+    """Run `centred`, and return it with the bytes that went to disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "trace.json.gz"
+        with ClusterTrace(client, path):
+            client.compute(centred(True)).result()
+        trace = files.read(path)
+    spilled = sum(work.nbytes for work in trace.work if work.path == "memory > disk")
+    return recorded_program(trace, centred.__name__), spilled
+
+
+SCENARIOS = {one.__name__: one for one in (itself, workers, links, memory)}
 
 
 def main() -> None:
@@ -256,11 +313,11 @@ def main() -> None:
     parser.add_argument("scenario", choices=SCENARIOS)
     parser.add_argument("--only", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--wait", action="store_true", help="Tasks wait instead of computing.")
+    parser.add_argument("--compute", action="store_true", help="Tasks compute and do not wait.")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     table = Table()
-    SCENARIOS[options.scenario](options.only, options.repeats, options.wait, table)
+    SCENARIOS[options.scenario](options.only, options.repeats, not options.compute, table)
     table.close(options.json)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from dask_gpurt.errors import PredictionError
-from dask_gpurt.predict.recorded_cluster import RecordedCluster
+from dask_gpurt.predict.recorded_cluster import DISK_NBYTES_PER_S, RecordedCluster
 from dask_gpurt.topology.quantities import RATES, SIZES, amount
 from dask_gpurt.topology.yaml_tree import YamlSection, load
 
@@ -25,8 +25,6 @@ from dask_gpurt.topology.yaml_tree import YamlSection, load
 RECORDED = "recorded"
 #: Most machines of one cluster.
 MAX_COUNT = 10_000
-#: Bytes per second of a disk that nobody described: a general purpose volume of a cloud.
-DISK_NBYTES_PER_S = 125e6
 
 _WANTED = re.compile(r"(?:(\d{1,9})\s*[*x]\s*)?(\S+)")
 _NEEDED = {"threads": "16", "memory": "64 GiB", "network": "10 Gb/s"}
@@ -134,6 +132,7 @@ def _recorded(cluster: RecordedCluster) -> MachineType:
         sum(threads),
         cluster.memory_nbytes * len(threads),
         cluster.network_nbytes_per_s,
+        cluster.disk_nbytes_per_s,
         local_nbytes_per_s=cluster.local_nbytes_per_s,
     )
 

@@ -79,18 +79,33 @@ class ModelledMemory:
         self._reserved_nbytes += nbytes
         self._note_peak()
 
-    def use(self, keys: Iterable[Hashable]) -> int:
-        """Keep results in memory, and return the bytes of those that have to be read first."""
-        missing = 0
+    def use(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
+        """Keep results in memory, and return those that have to be read first."""
+        to_read = []
         for key in keys:
             self._users[key] += 1
-            nbytes = self._on_disk.pop(key, None)
-            if nbytes is not None:
-                missing += nbytes
-                self.put(key, nbytes)
+            if key in self._on_disk:
+                to_read.append((key, self._read(key)))
             self._writing_nbytes -= self._writing.pop(key, 0)
-        self.read_nbytes += missing
-        return missing
+        return to_read
+
+    def read_ahead(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
+        """Return results to read now although nothing uses them yet, as far as there is room."""
+        to_read = []
+        for key in keys:
+            nbytes = self._on_disk.get(key)
+            if nbytes is None:
+                continue
+            if self.used_nbytes + nbytes > TARGET * self.limit_nbytes:
+                break
+            to_read.append((key, self._read(key)))
+        return to_read
+
+    def _read(self, key: Hashable) -> int:
+        nbytes = self._on_disk.pop(key)
+        self.put(key, nbytes)
+        self.read_nbytes += nbytes
+        return nbytes
 
     def unuse(self, keys: Iterable[Hashable]) -> None:
         """End a `use`."""

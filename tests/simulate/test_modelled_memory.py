@@ -33,12 +33,25 @@ def test_results_in_use_are_not_written():
     full = memory(soon=1, late=9)
     for key in ("soon", "late"):
         full.put(key, 400)
-    assert full.use(["late"]) == 0
+    assert full.use(["late"]) == []
     assert full.to_write() == [("soon", 400)]
     full.unuse(["late"])
     full.written("soon")
-    assert full.use(["soon"]) == 400
+    assert full.use(["soon"]) == [("soon", 400)]
     assert full.read_nbytes == 400
+
+
+def test_results_are_read_ahead_as_far_as_there_is_room():
+    full = memory(a=1, b=2, c=3)
+    for key in "abc":
+        full.put(key, 300)
+        for written, _ in full.to_write():
+            full.written(written)
+    assert full.used_nbytes == 600
+    full.drop("a")
+    assert full.read_ahead("bc") == [("c", 300)]
+    assert full.read_ahead("bc") == []
+    assert (full.used_nbytes, full.read_nbytes) == (600, 300)
 
 
 def test_a_result_that_is_used_while_it_is_written_stays():

@@ -8,7 +8,7 @@ real time to everything else in the process | `virtual_time` |
 between runs; here the key is hashed | `virtual_time` |
 | `asyncio._get_running_loop` | finds the current loop without an error if there is none | |
 | `dask._task_spec.Task`, `TaskRef` | tasks that have dependencies and do nothing | |
-| `WorkerState`, events and instructions | a worker's decisions, without a worker | |
+| `WorkerState`, `.ready`, events and instructions | a worker's decisions, without a worker | |
 | `Scheduler.start_http_server`, `.handle_worker` | overridden: no sockets, and a simulated channel
 to each worker | |
 | `Scheduler.stream_comms`, `.client_comms`, `.stream_handlers` | messages in both directions | |
@@ -81,6 +81,7 @@ __all__ = [
     "failure",
     "give_value",
     "graph_message",
+    "upcoming",
     "virtual_time",
 ]
 
@@ -285,6 +286,11 @@ def give_value(state: WorkerState, key: StableStr, nbytes: int) -> None:
     ts = state.tasks[key]
     state.nbytes += nbytes - ts.get_nbytes()
     ts.nbytes = nbytes
+
+
+def upcoming(state: WorkerState, count: int) -> list[TaskState]:
+    """Return the next tasks that a worker runs, of those whose inputs are there."""
+    return list(state.ready.peekn(count))
 
 
 class _Graph:

@@ -36,6 +36,7 @@ from dask_gpurt.plugins.patches.simulator import (
     StateMachineEvent,
     WorkerState,
     give_value,
+    upcoming,
 )
 from dask_gpurt.plugins.simulation.shared_state import SharedState
 from dask_gpurt.simulate.clock import ClockEvent
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 #: Smallest transfer that counts in measured bandwidths, as in distributed.
 MEASURED_NBYTES = 1_000_000
+#: Tasks of each thread whose inputs are read ahead.
+AHEAD = 4
 #: Shortest duration of a task: distributed's stealing asserts that durations are positive.
 LEAST_TASK_S = 1e-6
 
@@ -99,6 +102,8 @@ class ModelledWorker:
         self._disk = (machine.disk_of(model.host),) if machine.disk_nbytes_per_s else ()
         self.memory = ModelledMemory(model.memory_nbytes, shared.next_use) if self._disk else None
         self._full: list[Callable[[], None]] = []
+        #: Results that are on their way from disk, and what to do when they are there.
+        self._reading: dict[Hashable, list[Callable[[], None]]] = {}
         self._startup_s = model.startup_s
         #: When it has its libraries; None before its first task.
         self._started_s: float | None = None if model.startup_s else 0.0
@@ -200,11 +205,14 @@ class ModelledWorker:
             self._full.append(partial(self._begin, key))
             return
         memory.reserve(self._shared.models[key].nbytes)
-        from_disk: float = memory.use(self._executions[key].inputs)
-        for exchange in self._shared.exchanges.of_output.get(key, ()):
-            from_disk += memory.give_shards(exchange.output_nbytes(key))
+        shards_nbytes = sum(
+            memory.give_shards(exchange.output_nbytes(key))
+            for exchange in self._shared.exchanges.of_output.get(key, ())
+        )
+        compute = partial(self._move_on_disk, shards_nbytes, partial(self._compute, key))
+        self._bring(self._executions[key].inputs, compute)
         self._write_excess()
-        self._move_on_disk(from_disk, partial(self._compute, key))
+        self._read_ahead()
 
     def _compute(self, key: Key) -> None:
         execution = self._executions.get(key)
@@ -259,6 +267,40 @@ class ModelledWorker:
             if key in self._state.data:
                 self.memory.put(key, self._shared.models[key].nbytes)
         self._write_excess()
+
+    def _bring(self, keys: Collection[Key], done: Callable[[], None]) -> None:
+        """Use results, and call `done` when those on disk have been read."""
+        assert self.memory is not None
+        for key, nbytes in self.memory.use(keys):
+            self._read(key, nbytes)
+        late = [key for key in keys if key in self._reading]
+        missing = set(late)
+
+        def arrived(key: Hashable) -> None:
+            missing.discard(key)
+            if not missing:
+                done()
+
+        for key in late:
+            self._reading[key].append(partial(arrived, key))
+        if not late:
+            done()
+
+    def _read(self, key: Hashable, nbytes: int) -> None:
+        self._reading[key] = []
+
+        def read() -> None:
+            for arrived in self._reading.pop(key):
+                arrived()
+
+        self._move_on_disk(nbytes, read)
+
+    def _read_ahead(self) -> None:
+        """Read inputs of the next tasks beside the running ones, as far as there is room."""
+        assert self.memory is not None
+        for ts in upcoming(self._state, AHEAD * self._state.nthreads):
+            for key, nbytes in self.memory.read_ahead(one.key for one in ts.dependencies):
+                self._read(key, nbytes)
 
     def _write_excess(self) -> None:
         assert self.memory is not None
@@ -352,7 +394,10 @@ class ModelledWorker:
             else:
                 self._outgoing -= 1
 
-        self._move_on_disk(0 if self.memory is None else self.memory.use(data), read)
+        if self.memory is None:
+            read()
+        else:
+            self._bring(data, read)
 
     def _received(self, number: int, data: dict[Key, object], nbytes: int) -> None:
         if number not in self._fetches:
