@@ -6,7 +6,7 @@ of their own. Hosts are network namespaces with links of a given rate, which nee
 
     python -m benchmarks.predictions itself            # the traced cluster
     python -m benchmarks.predictions workers           # traced on 2 hosts, predicted for 4
-    python -m benchmarks.predictions links             # traced at 25 MB/s, for 100 and 6.25 MB/s
+    python -m benchmarks.predictions links             # traced at 25 MB/s, for 100 and 12.5 MB/s
     python -m benchmarks.predictions memory            # traced with 8 GB, for 1.5 GB and 1 GB
 
 With `--compute`, tasks of `itself` compute and do not wait.
@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import dask
@@ -33,7 +34,7 @@ from distributed import Client, LocalCluster
 
 from benchmarks import hosts
 from benchmarks.harness import machine
-from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.command.traces.predict_machines import simulated
 from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
 from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import predict
@@ -184,7 +185,8 @@ def shaped(n_hosts: int, rate: str) -> Iterator[Client]:
 def predicted(recorded: RecordedProgram, wanted: str, text: str = "") -> tuple[float, int]:
     """Return the seconds on some machines, and the bytes spilled there."""
     catalogue = Catalogue(recorded.cluster, text, "benchmark" if text else "")
-    (row,) = predict(recorded, [wanted], catalogue, simulate).rows
+    run = partial(simulated, recorded.policy)
+    (row,) = predict(recorded, [wanted], catalogue, run).rows
     return row.seconds, row.spilled_nbytes
 
 
@@ -270,7 +272,7 @@ def workers(names: list[str], repeats: int, wait: bool, table: Table) -> None:
 def links(names: list[str], repeats: int, wait: bool, table: Table) -> None:
     with shaped(4, "200mbit") as client:
         recorded = recordings(client, names)
-    for rate, network in (("800mbit", "100 MB/s"), ("50mbit", "6.25 MB/s")):
+    for rate, network in (("800mbit", "100 MB/s"), ("100mbit", "12.5 MB/s")):
         text = f"other: {{threads: 1, memory: 8 GiB, network: {network}}}"
         found = {name: predicted(one, "4*other", text)[0] for name, one in recorded.items()}
         with shaped(4, rate) as client:

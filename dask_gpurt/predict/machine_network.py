@@ -1,67 +1,25 @@
-"""The cluster and the network of equal machines, for the simulator.
+"""The cluster of equal machines, for the simulator.
 
 Workers are as large as those of the trace: threads behave differently in larger workers. Each
-machine has a link in and a link out, which its workers share. Bytes inside use neither.
+machine has a link to a network that never is the limit itself. Its workers share that link. Bytes
+between them do not use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dask_gpurt.predict.catalogue import MachineGroup
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
-from dask_gpurt.simulate.cluster_model import ClusterModel, Route, WorkerModel
+from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork, WorkerModel
+from dask_gpurt.topology.model import Host, Link, Nic, Numa, Topology
 
-#: Seconds until the first byte of a message: within a host, and between hosts of one network.
+#: Seconds of a message until its first byte arrives: within a host, and between hosts.
 LOCAL_LATENCY_S, NETWORK_LATENCY_S = 50e-6, 200e-6
 #: Share of a network's nominal bandwidth that carries data.
 NET_OF_OVERHEAD = 0.95
+#: Inside of a host, only the links of workers limit.
+_UNLIMITED = 1e15
 #: Memory of a worker of which nothing is known.
 _PLENTY_NBYTES = 2**50
-
-
-class MachineNetwork:
-    """The network between equal machines, and between the workers of each.
-
-    Parameters
-    ----------
-    workers
-        Addresses of all workers. Those of one machine have the same host.
-    network_nbytes_per_s
-        To and from each machine.
-    local_nbytes_per_s
-        To and from each worker, for bytes that stay on the machine.
-    """
-
-    def __init__(
-        self, workers: Sequence[str], network_nbytes_per_s: float, local_nbytes_per_s: float
-    ) -> None:
-        hosts = dict.fromkeys(map(_host, workers))
-        self.capacities: dict[str, float] = {
-            f"{way} {place}": rate
-            for places, rate in (
-                (hosts, network_nbytes_per_s * NET_OF_OVERHEAD),
-                (workers, local_nbytes_per_s),
-            )
-            for place in places
-            for way in (_INTO, _OUT_OF)
-        }
-
-    def route(self, source: str, target: str) -> Route:
-        """Return the links between two workers."""
-        if source == target:
-            return Route(0.0, ())
-        one, other = _host(source), _host(target)
-        if one == other:
-            return Route(LOCAL_LATENCY_S, (f"{_OUT_OF} {source}", f"{_INTO} {target}"))
-        return Route(NETWORK_LATENCY_S, (f"{_OUT_OF} {one}", f"{_INTO} {other}"))
-
-
-_INTO, _OUT_OF = "into", "out of"
-
-
-def _host(address: str) -> str:
-    return address.rpartition("/")[2].rpartition(":")[0]
 
 
 def cluster_of(
@@ -73,7 +31,7 @@ def cluster_of(
     disk: float = 1.0,
     memory: float = 1.0,
 ) -> ClusterModel:
-    """Return the cluster of some machines.
+    """Return the cluster of some machines. Its network is a `TopologyNetwork`.
 
     Parameters
     ----------
@@ -90,22 +48,53 @@ def cluster_of(
     nthreads = min(recorded.nthreads, machine.threads)
     each = max(machine.threads // nthreads, 1)
     limit = int(machine.memory_nbytes * memory) // each or _PLENTY_NBYTES
-    hosts = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(group.count)]
+    addresses = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(group.count)]
     workers = tuple(
         WorkerModel(
-            f"tcp://{host}:{40000 + number}", nthreads, limit, speed, startup_s=recorded.startup_s
+            f"tcp://{address}:{40000 + number}",
+            nthreads,
+            limit,
+            speed,
+            startup_s=recorded.startup_s,
         )
-        for host in hosts
+        for address in addresses
         for number in range(each)
     )
+    topology = _topology(
+        addresses,
+        each,
+        machine.network_nbytes_per_s * NET_OF_OVERHEAD * network,
+        machine.local_nbytes_per_s or recorded.local_nbytes_per_s,
+    )
+    places = (host.node(numa.name) for host in topology.hosts for numa in host.numa)
+    nodes = {worker.address: place for worker, place in zip(workers, places, strict=True)}
     return ClusterModel(
         group.name,
         workers,
-        MachineNetwork(
-            [worker.address for worker in workers],
-            machine.network_nbytes_per_s * network,
-            machine.local_nbytes_per_s or recorded.local_nbytes_per_s,
-        ),
+        TopologyNetwork(topology, nodes),
         control_latency_s=recorded.control_s,
         disk_nbytes_per_s=machine.disk_nbytes_per_s * disk,
     )
+
+
+def _topology(
+    addresses: list[str], workers_each: int, network_nbytes_per_s: float, local_nbytes_per_s: float
+) -> Topology:
+    """Return hosts with a node for each worker, as workers would report them."""
+    hosts, links = [], []
+    for address in addresses:
+        numa = tuple(Numa(f"worker{number}") for number in range(workers_each))
+        host = Host(address, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(address,))
+        hosts.append(host)
+        bus, nic = host.node("bus"), host.node("nic")
+        ends = {host.node(one.name): local_nbytes_per_s for one in numa} | {nic: _UNLIMITED}
+        links += [
+            Link(f"inside {end}", (end, bus), "bus", rate, LOCAL_LATENCY_S / 2)
+            for end, rate in ends.items()
+        ]
+        latency_s = (NETWORK_LATENCY_S - LOCAL_LATENCY_S) / 2
+        network = Link(
+            f"network {address}", (nic, "network"), "ethernet", network_nbytes_per_s, latency_s
+        )
+        links.append(network)
+    return Topology(tuple(hosts), tuple(links), ("network",)).as_reported()

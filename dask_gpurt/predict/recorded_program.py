@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from dask.order import order
@@ -22,6 +22,8 @@ from dask_gpurt.simulate.workload import StableStr, TaskModel, Workload
 from dask_gpurt.tracing.events import Trace
 from dask_gpurt.tracing.lane_names import PHASE, SEND
 from dask_gpurt.tracing.report.event_columns import Columns
+
+Policy = Literal["auto", "data-aware", "stock"]
 
 #: The scheduler makes a task ready this soon after its last input. Later, the client submitted it.
 SOON_S = 0.05
@@ -41,12 +43,15 @@ class RecordedProgram:
         Seconds from the first submission to the last result, in the trace.
     client_s
         Seconds of `measured_s` in which no task was under way, because the client did other things.
+    policy
+        The setting `gpurt.placement.policy`; "stock" if the runtime was off.
     """
 
     program: ProgramModel
     cluster: RecordedCluster
     measured_s: float
     client_s: float
+    policy: Policy
 
 
 class _Batch(NamedTuple):
@@ -99,7 +104,19 @@ def recorded_program(trace: Trace, name: str) -> RecordedProgram:
     )
     began_s = batches[0].at_s
     ended_s = float(columns.tasks.known_s.max())
-    return RecordedProgram(program, cluster, ended_s - began_s, _idle_s(batches, began_s))
+    return RecordedProgram(
+        program, cluster, ended_s - began_s, _idle_s(batches, began_s), _policy(trace)
+    )
+
+
+def _policy(trace: Trace) -> Policy:
+    settings = trace.about.get("gpurt")
+    placement = settings.get("placement") if isinstance(settings, dict) else None
+    if trace.about.get("runtime") != "on" or not isinstance(placement, dict):
+        return "stock"
+    asked = placement.get("policy") if placement.get("enabled") else "stock"
+    known: tuple[Policy, ...] = ("auto", "data-aware")
+    return next((policy for policy in known if policy == asked), "stock")
 
 
 def _batches(columns: Columns, needs: list[tuple[int, ...]]) -> list[_Batch]:

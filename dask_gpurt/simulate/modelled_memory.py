@@ -8,7 +8,7 @@ The model decides and counts. The caller moves the bytes, which take time on the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 
 #: Share of the limit above which results go to disk, as `distributed.worker.memory.target`.
 TARGET = 0.6
@@ -22,7 +22,7 @@ class ModelledMemory:
     Parameters
     ----------
     limit_nbytes
-        The worker's limit.
+        The worker's limit; may be infinite.
     next_use
         Returns when a result is needed next: a larger number is later.
 
@@ -34,7 +34,7 @@ class ModelledMemory:
         Bytes that went to disk, and that came back.
     """
 
-    def __init__(self, limit_nbytes: int, next_use: Callable[[Hashable], float]) -> None:
+    def __init__(self, limit_nbytes: float, next_use: Callable[[Hashable], float]) -> None:
         self.limit_nbytes = limit_nbytes
         self._next_use = next_use
         self._held: dict[Hashable, int] = {}
@@ -56,9 +56,22 @@ class ModelledMemory:
         return self._held_nbytes + self._reserved_nbytes + int(self._shards_nbytes)
 
     @property
-    def must_wait(self) -> bool:
-        """Whether memory is full, and bytes are on their way to disk."""
-        return bool(self._writing) and self.used_nbytes > self.limit_nbytes
+    def is_writing(self) -> bool:
+        """Whether bytes are on their way to disk."""
+        return bool(self._writing)
+
+    @property
+    def has_results_on_disk(self) -> bool:
+        """Whether any result is on disk."""
+        return bool(self._on_disk)
+
+    def on_disk_nbytes(self, keys: Iterable[Hashable]) -> int:
+        """Return how many bytes of these results are on disk."""
+        return sum(self._on_disk.get(key, 0) for key in keys)
+
+    def has_room(self, nbytes: int, inputs: Iterable[Hashable]) -> bool:
+        """Return whether the output and the inputs of a task fit beside all that is in memory."""
+        return self.used_nbytes + nbytes + self.on_disk_nbytes(inputs) <= self.limit_nbytes
 
     def put(self, key: Hashable, nbytes: int) -> None:
         """Take a result into memory."""
@@ -114,12 +127,24 @@ class ModelledMemory:
             if not self._users[key]:
                 del self._users[key]
 
-    def to_write(self) -> list[tuple[Hashable, int]]:
-        """Return results to write to disk now. Call `written` for each later."""
-        excess = self.used_nbytes - self._writing_nbytes - int(TARGET * self.limit_nbytes)
+    def to_write(
+        self, wanted_nbytes: int = 0, inputs: Collection[Hashable] = ()
+    ) -> list[tuple[Hashable, int]]:
+        """Return results to write to disk now. Call `written` for each later.
+
+        Parameters
+        ----------
+        wanted_nbytes
+            Bytes that a task wants beside those that are there.
+        inputs
+            Inputs of that task, which stay.
+        """
+        held_nbytes = self.used_nbytes - self._writing_nbytes + wanted_nbytes
+        excess = held_nbytes - TARGET * self.limit_nbytes
         if excess <= 0:
             return []
-        free = (key for key in self._held if key not in self._users and key not in self._writing)
+        kept = self._users.keys() | self._writing.keys() | set(inputs)
+        free = (key for key in self._held if key not in kept)
         chosen = []
         for key in sorted(free, key=self._next_use, reverse=True):
             nbytes = self._held[key]

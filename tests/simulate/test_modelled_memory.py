@@ -74,17 +74,20 @@ def test_dropped_results_free_their_memory():
     assert full.used_nbytes == 0
 
 
-def test_tasks_wait_while_memory_is_full_and_a_disk_writes():
+def test_a_task_needs_room_for_its_output_and_inputs_on_disk():
     full = memory(late=9)
-    full.put("late", 700)
-    full.reserve(400)
-    assert not full.must_wait  # nothing is on its way to disk
-    full.to_write()
-    assert full.must_wait
+    full.put("late", 300)
+    assert full.to_write() == []
+    assert full.to_write(wanted_nbytes=400, inputs=["late"]) == []
+    assert full.to_write(wanted_nbytes=400) == [("late", 300)]
+    assert full.is_writing
     full.written("late")
-    assert not full.must_wait
+    assert not full.is_writing
+    assert full.on_disk_nbytes(["late", "other"]) == 300
+    full.reserve(400)
+    assert full.has_room(300, ["late"]) and not full.has_room(301, ["late"])
     full.reserve(-400)
-    assert (full.used_nbytes, full.peak_nbytes) == (0, 1100)
+    assert (full.used_nbytes, full.peak_nbytes) == (0, 400)
 
 
 def test_shards_beyond_their_share_go_to_disk_and_come_back():

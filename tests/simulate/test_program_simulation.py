@@ -61,7 +61,8 @@ def test_larger_outputs_receive_more():
 
 def test_a_transfer_waits_while_its_worker_has_too_much_to_send(monkeypatch):
     free = simulate(shuffled(8, 64 * MIB), flat(2))
-    monkeypatch.setattr(simulated_exchange, "MAX_WAITING_NBYTES", 0)
+    for name in ("MAX_WAITING_NBYTES", "MAX_WAITING_SHARE"):
+        monkeypatch.setattr(simulated_exchange, name, 0)
     held_back = simulate(shuffled(8, 64 * MIB), flat(2))
     assert held_back.makespan_s > free.makespan_s
     waited = [run.stop_s - run.start_s for run in held_back.tasks if "transfer" in run.key]

@@ -6,6 +6,7 @@ and ends before that client or its cluster closes. The file is written when the 
 
 from __future__ import annotations
 
+import shlex
 import sys
 import weakref
 from collections.abc import Callable
@@ -93,4 +94,5 @@ class TracingRecorder(Recorder):
         if (n := len(self._records)) > 1:
             lines.append(f"The script used {n} clusters; the first was traced.")
         lines.append(f"Trace: {self._path}. Open it at ui.perfetto.dev.")
+        lines.append(f"Time on other machines: dask gpurt predict {shlex.quote(str(self._path))}")
         return "\n".join(lines)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from dask_gpurt.plugins.simulation.shared_state import SharedState
     from dask_gpurt.plugins.simulation.simulated_worker import ModelledWorker
 
-#: Bytes that a worker may have to send while its transfers go on. More hold them back.
-MAX_WAITING_NBYTES = 64 * 2**20
+#: Bytes that a worker may have to send while its transfers go on: at least these, or a share of its
+#: memory, as `gpurt.shuffle.in-flight: auto`.
+MAX_WAITING_NBYTES, MAX_WAITING_SHARE = 64 * 2**20, 0.05
 
 
 class ModelledExchange:
@@ -92,10 +93,16 @@ class ModelledExchange:
                 self._queued[source.address, owner] += nbytes
                 self._waiting_nbytes[source.address] += nbytes
                 self._fly(source.address, owner)
-        if self._waiting_nbytes[source.address] <= MAX_WAITING_NBYTES:
+        if self._may_go_on(source.address):
             done()
         else:
             self._held_back[source.address].append(done)
+
+    def _may_go_on(self, source: str) -> bool:
+        limit = max(
+            MAX_WAITING_NBYTES, MAX_WAITING_SHARE * self._shared.workers[source].memory_nbytes
+        )
+        return self._waiting_nbytes[source] <= limit
 
     def _fly(self, source: str, owner: str) -> None:
         pair = source, owner
@@ -121,7 +128,7 @@ class ModelledExchange:
             self._waiting_nbytes[source] -= nbytes
             shared.workers[owner].take_shards(nbytes)
             self._fly(source, owner)
-            if self._waiting_nbytes[source] <= MAX_WAITING_NBYTES:
+            if self._may_go_on(source):
                 for done in self._held_back.pop(source, ()):
                     done()
             self._end_if_quiet()

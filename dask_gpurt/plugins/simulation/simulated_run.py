@@ -286,6 +286,7 @@ class _Simulation:
 
     def _result(self, makespan_s: float) -> Result:
         shared = self._shared
+        limited = shared.workers if self._machine.disk_nbytes_per_s else {}
         return Result(
             makespan_s=makespan_s,
             tasks=tuple(shared.tasks),
@@ -293,16 +294,8 @@ class _Simulation:
             link_nbytes=dict(sorted(shared.link_nbytes.items())),
             peak_nbytes={a: worker.peak_nbytes for a, worker in shared.workers.items()},
             steals=self._steals,
-            spilled_nbytes={
-                a: worker.memory.written_nbytes
-                for a, worker in shared.workers.items()
-                if worker.memory is not None
-            },
-            needed_nbytes={
-                a: worker.memory.peak_nbytes
-                for a, worker in shared.workers.items()
-                if worker.memory is not None
-            },
+            spilled_nbytes={a: worker.memory.written_nbytes for a, worker in limited.items()},
+            needed_nbytes={a: worker.memory.peak_nbytes for a, worker in limited.items()},
             cost=self._cost,
         )
 

@@ -12,8 +12,9 @@ other down, and the time of the worker's own event loop.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from dask_gpurt.plugins.patches.simulator import (
 from dask_gpurt.plugins.simulation.shared_state import SharedState
 from dask_gpurt.simulate.clock import ClockEvent
 from dask_gpurt.simulate.cluster_model import WorkerModel
+from dask_gpurt.simulate.memory_and_disk import MemoryAndDisk
 from dask_gpurt.simulate.modelled_memory import ModelledMemory
 from dask_gpurt.simulate.result import TaskRun, TransferRun
 from dask_gpurt.simulate.workload import StableStr
@@ -95,15 +97,19 @@ class ModelledWorker:
         self.stable_address = StableStr(model.address)
         self.alive = True
         self.speed = model.speed
+        self.memory_nbytes = model.memory_nbytes
         self.peak_nbytes = 0
         self._shared = shared
         self._host = model.host
         machine = shared.machine
-        self._disk = (machine.disk_of(model.host),) if machine.disk_nbytes_per_s else ()
-        self.memory = ModelledMemory(model.memory_nbytes, shared.next_use) if self._disk else None
-        self._full: list[Callable[[], None]] = []
-        #: Results that are on their way from disk, and what to do when they are there.
-        self._reading: dict[Hashable, list[Callable[[], None]]] = {}
+        has_disk = machine.disk_nbytes_per_s is not None
+        self.memory = ModelledMemory(model.memory_nbytes if has_disk else math.inf, shared.next_use)
+        self._disk = MemoryAndDisk(
+            self.memory,
+            shared.transfers,
+            (machine.disk_of(model.host),) if has_disk else (),
+            self._next_inputs,
+        )
         self._startup_s = model.startup_s
         #: When it has its libraries; None before its first task.
         self._started_s: float | None = None if model.startup_s else 0.0
@@ -151,10 +157,10 @@ class ModelledWorker:
         if op == "remove-worker":
             content["worker"] = self._shared.workers[content["worker"]].stable_address
         self._handle(event(**content))
-        if self.memory is not None and op in ("free-keys", "remove-replicas"):
+        if op in ("free-keys", "remove-replicas"):
             for key in message["keys"]:
                 if key not in self._state.data:
-                    self.memory.drop(key)
+                    self._disk.drop(key)
 
     def _handle(self, event: StateMachineEvent) -> None:
         for instruction in self._state.handle_stimulus(event):
@@ -197,22 +203,20 @@ class ModelledWorker:
             self._begin(key)
 
     def _begin(self, key: Key) -> None:
-        memory = self.memory
-        if memory is None:
-            self._compute(key)
-            return
-        if memory.must_wait:
-            self._full.append(partial(self._begin, key))
-            return
-        memory.reserve(self._shared.models[key].nbytes)
         shards_nbytes = sum(
-            memory.give_shards(exchange.output_nbytes(key))
+            exchange.output_nbytes(key)
             for exchange in self._shared.exchanges.of_output.get(key, ())
         )
-        compute = partial(self._move_on_disk, shards_nbytes, partial(self._compute, key))
-        self._bring(self._executions[key].inputs, compute)
-        self._write_excess()
-        self._read_ahead()
+        self._disk.begin(
+            self._executions[key].inputs,
+            self._shared.models[key].nbytes,
+            shards_nbytes,
+            partial(self._compute, key),
+        )
+
+    def _next_inputs(self) -> Iterator[list[Key]]:
+        for ts in upcoming(self._state, AHEAD * self._state.nthreads):
+            yield [one.key for one in ts.dependencies]
 
     def _compute(self, key: Key) -> None:
         execution = self._executions.get(key)
@@ -240,9 +244,7 @@ class ModelledWorker:
         now_s, nbytes = shared.clock.now_s, shared.models[key].nbytes
         shared.done.add(key)
         shared.tasks.append(TaskRun(str(key), self.address, execution.start_s, now_s))
-        if self.memory is not None:
-            self.memory.reserve(-nbytes)
-            self.memory.unuse(execution.inputs)
+        self._disk.end(execution.inputs, nbytes)
         self._handle(
             ExecuteSuccessEvent(
                 key=key,
@@ -257,75 +259,14 @@ class ModelledWorker:
         )
         self._keep((key,))
 
-    # Memory and disk.
-
-    def _keep(self, keys: Collection[Key]) -> None:
-        """Count results that came into memory, and write some to disk if there are too many."""
-        if self.memory is None:
-            return
-        for key in keys:
-            if key in self._state.data:
-                self.memory.put(key, self._shared.models[key].nbytes)
-        self._write_excess()
-
-    def _bring(self, keys: Collection[Key], done: Callable[[], None]) -> None:
-        """Use results, and call `done` when those on disk have been read."""
-        assert self.memory is not None
-        for key, nbytes in self.memory.use(keys):
-            self._read(key, nbytes)
-        late = [key for key in keys if key in self._reading]
-        missing = set(late)
-
-        def arrived(key: Hashable) -> None:
-            missing.discard(key)
-            if not missing:
-                done()
-
-        for key in late:
-            self._reading[key].append(partial(arrived, key))
-        if not late:
-            done()
-
-    def _read(self, key: Hashable, nbytes: int) -> None:
-        self._reading[key] = []
-
-        def read() -> None:
-            for arrived in self._reading.pop(key):
-                arrived()
-
-        self._move_on_disk(nbytes, read)
-
-    def _read_ahead(self) -> None:
-        """Read inputs of the next tasks beside the running ones, as far as there is room."""
-        assert self.memory is not None
-        for ts in upcoming(self._state, AHEAD * self._state.nthreads):
-            for key, nbytes in self.memory.read_ahead(one.key for one in ts.dependencies):
-                self._read(key, nbytes)
-
-    def _write_excess(self) -> None:
-        assert self.memory is not None
-        for key, nbytes in self.memory.to_write():
-            self._move_on_disk(nbytes, partial(self._written, key))
-
-    def _written(self, key: Hashable) -> None:
-        assert self.memory is not None
-        self.memory.written(key)
-        waiting, self._full = self._full, []
-        for begin in waiting:
-            begin()
-
-    def _move_on_disk(self, nbytes: float, done: Callable[[], object]) -> None:
-        """Call `done` when the disk of the host has written or read these bytes."""
-        if nbytes:
-            self._shared.transfers.start(self._disk, nbytes, done)
-        else:
-            done()
+    def _keep(self, keys: Iterable[Key]) -> None:
+        """Count results that came into memory."""
+        models = self._shared.models
+        self._disk.keep((key, models[key].nbytes) for key in keys if key in self._state.data)
 
     def take_shards(self, nbytes: float) -> None:
-        """Take shards of a shuffle. Those that memory has no room for go to disk."""
-        if self.memory is not None:
-            self._move_on_disk(self.memory.take_shards(nbytes), lambda: None)
-            self._write_excess()
+        """Take shards of a shuffle."""
+        self._disk.take_shards(nbytes)
 
     def change_speed(self, speed: float) -> None:
         """Continue at another speed."""
@@ -387,17 +328,13 @@ class ModelledWorker:
             target._later(route.latency_s, lambda: target._received(number, data, nbytes))
 
         def read() -> None:
-            if self.memory is not None:
-                self.memory.unuse(data)
+            self.memory.unuse(data)
             if number in target._fetches:
                 fetch.transfer = shared.transfers.start(route.links, nbytes, sent)
             else:
                 self._outgoing -= 1
 
-        if self.memory is None:
-            read()
-        else:
-            self._bring(data, read)
+        self._disk.bring(data, read)
 
     def _received(self, number: int, data: dict[Key, object], nbytes: int) -> None:
         if number not in self._fetches:
