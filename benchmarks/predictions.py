@@ -34,7 +34,7 @@ from distributed import Client, LocalCluster
 
 from benchmarks import hosts
 from benchmarks.harness import machine
-from dask_gpurt.command.traces.predict_machines import simulated
+from dask_gpurt.plugins.simulation.placed_run import simulate_placed
 from dask_gpurt.plugins.tracing.cluster_trace import ClusterTrace
 from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import predict
@@ -185,7 +185,7 @@ def shaped(n_hosts: int, rate: str) -> Iterator[Client]:
 def predicted(recorded: RecordedProgram, wanted: str, text: str = "") -> tuple[float, int]:
     """Return the seconds on some machines, and the bytes spilled there."""
     catalogue = Catalogue(recorded.cluster, text, "benchmark" if text else "")
-    run = partial(simulated, recorded.policy)
+    run = partial(simulate_placed, recorded.policy)
     (row,) = predict(recorded, [wanted], catalogue, run).rows
     return row.seconds, row.spilled_nbytes
 

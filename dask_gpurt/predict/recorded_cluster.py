@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dask_gpurt.tracing.events import MEMORY_LIMITS
-from dask_gpurt.tracing.lane_names import FETCH
-from dask_gpurt.tracing.report.busy_time import Coverage
+from dask_gpurt.tracing.report.busy_time import Column, Coverage
 from dask_gpurt.tracing.report.event_columns import Columns
 
 #: Bytes per second between workers of a host, where the trace has no large message: what workers
@@ -19,7 +18,7 @@ LOCAL_NBYTES_PER_S = 2e9
 NETWORK_NBYTES_PER_S = 1.2e9
 #: Smaller messages say more about latency than about bandwidth.
 LARGE_NBYTES = 1 << 20
-#: A link carries at least the rate of its fastest messages. The very fastest are mere luck.
+#: A link carries at least its rate in its best moments. The very best ones are mere luck.
 FAST_QUANTILE = 0.9
 #: Longer times between two tasks have another cause than the worker's own work.
 MAX_TURNAROUND_S = 0.05
@@ -124,9 +123,14 @@ def _startup_s(columns: Columns) -> float:
 
     A worker imports libraries when the first task that needs them arrives, and sees it later.
     """
-    tasks, work = columns.tasks, columns.work
-    fetched = np.isin(tasks.number, work.task[work.is_lane(FETCH)])
-    unseen = (tasks.here_s - tasks.assigned_s > MIN_STARTUP_S) & ~fetched
+    tasks = columns.tasks
+    unseen = tasks.here_s - tasks.assigned_s > MIN_STARTUP_S
+    for i in np.flatnonzero(unseen).tolist():
+        inputs = (tasks.index.get(one) for one in tasks.needs[i])
+        # It may wait for inputs from others, or for values that the trace does not know.
+        unseen[i] = all(
+            one is not None and tasks.process[one] == tasks.process[i] for one in inputs
+        )
     found = []
     for i in columns.places.workers:
         mine = tasks.process == i
@@ -156,11 +160,39 @@ def _disk_rate(columns: Columns) -> float:
 
 
 def _rate(columns: Columns, *, is_local: bool) -> float:
-    """Return the bytes per second that fast messages reached; 0 without large messages."""
+    """Return the bytes per second that a place reached in its best moments; 0 if few were moved.
+
+    A place is a worker for bytes within hosts, and a host for bytes between hosts. Messages to and
+    from a place share its link. So their rates are added up.
+    """
     hops = columns.hops
     lasted_s = hops.wire_end_s - hops.start_s
     chosen = (hops.nbytes >= LARGE_NBYTES) & (lasted_s > 0)
     chosen &= (hops.source == hops.target) if is_local else (hops.source != hops.target)
-    if not chosen.any():
+    ends = (hops.sender, hops.receiver) if is_local else (hops.source, hops.target)
+    rate = hops.nbytes[chosen] / lasted_s[chosen]
+    moments = [
+        _rates_over_time(end[chosen], hops.start_s[chosen], hops.wire_end_s[chosen], rate)
+        for end in ends
+    ]
+    rates, seconds = (np.concatenate(columns) for columns in zip(*moments, strict=True))
+    if not len(rates):
         return 0.0
-    return float(np.quantile(hops.nbytes[chosen] / lasted_s[chosen], FAST_QUANTILE))
+    order = np.argsort(rates)
+    until_s = np.cumsum(seconds[order])
+    return float(rates[order][np.searchsorted(until_s, FAST_QUANTILE * until_s[-1])])
+
+
+def _rates_over_time(
+    place: Column, start_s: Column, end_s: Column, rate: Column
+) -> tuple[Column, Column]:
+    """Return the summed rates of each place, moment by moment, and how long each moment lasted."""
+    places = np.concatenate([place, place])
+    times = np.concatenate([start_s, end_s])
+    changes = np.concatenate([rate, -rate])
+    order = np.lexsort((times, places))
+    # The changes of a place add up to nothing, so one running total serves all places.
+    rates = np.cumsum(changes[order])[:-1]
+    seconds = np.diff(times[order])
+    is_moment = (np.diff(places[order]) == 0) & (seconds > 0) & (rates > 1.0)
+    return rates[is_moment], seconds[is_moment]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import dask
 import dask.array as da
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.plugins.simulation.placed_run import simulate_placed
 from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import predict
 from dask_gpurt.predict.recorded_program import recorded_program
@@ -44,10 +45,12 @@ async def test_a_shuffle_and_a_later_graph_are_found_and_run(c, s, a, b):
     assert len(recorded.program.submissions) >= 2 and 0 in last.after
     assert recorded.cluster.memory_nbytes == 2_000_000_000
     assert recorded.cluster.n_workers == 2
+    assert recorded.policy == "auto"
 
     # A thread has no event loop around that of the simulation.
+    run = partial(simulate_placed, recorded.policy)
     wanted, catalogue = ["recorded", "2*recorded"], Catalogue(recorded.cluster)
-    found = await asyncio.to_thread(predict, recorded, wanted, catalogue, simulate)
+    found = await asyncio.to_thread(predict, recorded, wanted, catalogue, run)
     assert {row.group.name for row in found.rows} == {"1*recorded", "2*recorded"}
     assert all(row.fits and row.seconds > 0 for row in found.rows)
 

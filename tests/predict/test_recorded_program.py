@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.errors import PredictionError
+from dask_gpurt.predict.recorded_cluster import DISK_NBYTES_PER_S
 from dask_gpurt.predict.recorded_program import recorded_program
 from dask_gpurt.tracing.events import LaneWork, LinkFacts
 from dask_gpurt.tracing.lane_names import PHASE, SEND
@@ -143,18 +144,53 @@ def test_the_time_between_two_tasks_of_a_thread_is_measured():
     assert recorded.cluster.turnaround_s == pytest.approx(0.003)
 
 
-def test_the_start_of_workers_is_the_idle_time_before_tasks_are_seen():
-    # Workers see their first tasks 1.0 and 1.4 s late. A wait beside another task does not count.
+def test_the_start_of_workers_is_measured():
+    # Workers see their first tasks 1.0 and 1.4 s late. Waits for inputs of others do not count, and
+    # waits beside another task neither.
     late = [
         ran(1, "load", 2.0, 2.5, ready_s=1.0)._replace(here_s=1.999),
         ran(2, "load", 2.4, 2.9, ready_s=1.0, worker=2)._replace(here_s=2.399),
-        ran(3, "sum", 3.9, 4.0, 1, ready_s=2.91)._replace(here_s=3.899),
+        ran(3, "sum", 3.9, 4.0, 1, 2, ready_s=2.91)._replace(here_s=3.899),
         ran(4, "sum", 2.91, 4.0, 2, ready_s=2.902, worker=2),
         ran(5, "last", 4.01, 4.1, 4, ready_s=3.0, worker=2)._replace(here_s=3.9),
     ]
-    fetch = LaneWork(1, "fetch", "fetch", MIB, 2.9, 3.8, "tcp://box:2", task=3)
-    cluster = program_of(*late, work=[fetch]).cluster
+    cluster = program_of(*late).cluster
     assert cluster.startup_s == pytest.approx((0.999 + 1.399) / 2)
+
+
+@pytest.mark.parametrize(
+    ("about", "policy"),
+    [
+        ({"runtime": "on", "gpurt": {"placement": {"enabled": True, "policy": "auto"}}}, "auto"),
+        (
+            {"runtime": "on", "gpurt": {"placement": {"enabled": True, "policy": "data-aware"}}},
+            "data-aware",
+        ),
+        ({"runtime": "on", "gpurt": {"placement": {"enabled": False, "policy": "auto"}}}, "stock"),
+        ({"runtime": "off", "gpurt": {"placement": {"enabled": True, "policy": "auto"}}}, "stock"),
+        ({"runtime": "on", "gpurt": {"placement": {"enabled": True, "policy": "odd"}}}, "stock"),
+        ({"runtime": "on", "gpurt": [1]}, "stock"),
+        ({}, "stock"),
+    ],
+)
+def test_placement_is_that_of_the_trace(about, policy):
+    found = trace(ran(1, "load", 1.0, 1.5))
+    found.about = about
+    assert recorded_program(found, "test").policy == policy
+
+
+def test_a_disk_is_measured_while_it_is_busy():
+    write, read = (
+        LaneWork(1, lane, path, 80_000_000, start_s, start_s + 0.5)
+        for lane, path, start_s in (
+            ("write", "memory > disk", 1.0),
+            ("read", "disk > memory", 1.25),
+        )
+    )
+    few = program_of(ran(1, "load", 1.0, 1.5), work=[write]).cluster
+    assert few.disk_nbytes_per_s == DISK_NBYTES_PER_S
+    enough = program_of(ran(1, "load", 1.0, 1.5), work=[write, read]).cluster
+    assert enough.disk_nbytes_per_s == pytest.approx(160e6 / 0.75)
 
 
 def test_a_trace_without_tasks_is_an_error():

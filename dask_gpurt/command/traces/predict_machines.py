@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dask_gpurt.command.json_text import to_json
 from dask_gpurt.command.layout import is_terminal, terminal_width
 from dask_gpurt.command.traces.prediction_text import as_dict, as_text
 from dask_gpurt.errors import PredictionError
-from dask_gpurt.plugins.placement.placer import Placement
-from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.plugins.simulation.placed_run import simulate_placed
 from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import predict
-from dask_gpurt.predict.recorded_program import Policy, recorded_program
-from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork
-from dask_gpurt.simulate.program import ProgramModel
-from dask_gpurt.simulate.result import Result
+from dask_gpurt.predict.recorded_program import recorded_program
 from dask_gpurt.tracing import files
-
-if TYPE_CHECKING:
-    from distributed import Scheduler
 
 #: Machines to predict if the user names none: those of the trace, and more of them.
 BY_DEFAULT = ("1*recorded", "2*recorded", "4*recorded")
@@ -56,7 +47,7 @@ def show(
         recorded,
         wanted or BY_DEFAULT,
         catalogue,
-        partial(simulated, recorded.policy),
+        partial(simulate_placed, recorded.policy),
         speed=speed,
         on_simulated=_shown_progress(),
     )
@@ -65,18 +56,6 @@ def show(
     else:
         print(as_text(found, recorded, terminal_width()))
     return 0
-
-
-def simulated(policy: Policy, program: ProgramModel, machine: ClusterModel) -> Result:
-    """Simulate with the placement that the flag turns on, as in the trace."""
-
-    def install(scheduler: Scheduler) -> None:
-        if policy != "stock":
-            network = machine.network
-            topology = network.topology if isinstance(network, TopologyNetwork) else None
-            Placement(scheduler, policy, topology, clock=asyncio.get_running_loop().time)
-
-    return simulate(program, machine, install)
 
 
 def _read(path: Path) -> str:

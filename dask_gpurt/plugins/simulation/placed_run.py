@@ -1,0 +1,32 @@
+"""Simulations with the placement that the flag turns on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from distributed import Scheduler
+
+from dask_gpurt.plugins.placement.placer import Placement
+from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork
+from dask_gpurt.simulate.program import ProgramModel
+from dask_gpurt.simulate.result import Result
+
+
+def simulate_placed(
+    policy: Literal["auto", "data-aware", "stock"], program: ProgramModel, machine: ClusterModel
+) -> Result:
+    """Simulate a program with a policy of `gpurt.placement.policy`.
+
+    Placement knows the topology of the machine, if there is one. The machine says whether a person
+    wrote it.
+    """
+
+    def install(scheduler: Scheduler) -> None:
+        if policy != "stock":
+            network = machine.network
+            topology = network.topology if isinstance(network, TopologyNetwork) else None
+            Placement(scheduler, policy, topology, clock=asyncio.get_running_loop().time)
+
+    return simulate(program, machine, install)
