@@ -7,6 +7,8 @@ between them do not use it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from dask_gpurt.predict.catalogue import MachineGroup
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
 from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork, WorkerModel
@@ -47,43 +49,85 @@ def cluster_of(
     machine = group.machine
     nthreads = min(recorded.nthreads, machine.threads)
     each = max(machine.threads // nthreads, 1)
-    limit = int(machine.memory_nbytes * memory) // each or _PLENTY_NBYTES
-    addresses = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(group.count)]
-    workers = tuple(
-        WorkerModel(
-            f"tcp://{address}:{40000 + number}",
-            nthreads,
-            limit,
-            speed,
-            startup_s=recorded.startup_s,
-        )
-        for address in addresses
-        for number in range(each)
-    )
-    topology = _topology(
-        addresses,
-        each,
-        machine.network_nbytes_per_s * NET_OF_OVERHEAD * network,
-        machine.local_nbytes_per_s or recorded.local_nbytes_per_s,
-    )
-    places = (host.node(numa.name) for host in topology.hosts for numa in host.numa)
-    nodes = {worker.address: place for worker, place in zip(workers, places, strict=True)}
-    return ClusterModel(
+    return _cluster(
         group.name,
-        workers,
-        TopologyNetwork(topology, nodes),
-        control_latency_s=recorded.control_s,
+        [[nthreads] * each] * group.count,
+        int(machine.memory_nbytes * memory) // each,
+        recorded,
+        speed=speed,
+        network_nbytes_per_s=machine.network_nbytes_per_s * network,
+        local_nbytes_per_s=machine.local_nbytes_per_s or recorded.local_nbytes_per_s,
         disk_nbytes_per_s=machine.disk_nbytes_per_s * disk,
     )
 
 
+def traced_cluster(recorded: RecordedCluster) -> ClusterModel:
+    """Return the cluster of the trace itself, whose machines may differ."""
+    return _cluster(
+        "the machines of the trace",
+        list(recorded.workers.values()),
+        recorded.memory_nbytes,
+        recorded,
+        speed=1.0,
+        network_nbytes_per_s=recorded.network_nbytes_per_s,
+        local_nbytes_per_s=recorded.local_nbytes_per_s,
+        disk_nbytes_per_s=recorded.disk_nbytes_per_s,
+    )
+
+
+def _cluster(
+    name: str,
+    threads: Sequence[Sequence[int]],
+    memory_nbytes: int,
+    recorded: RecordedCluster,
+    *,
+    speed: float,
+    network_nbytes_per_s: float,
+    local_nbytes_per_s: float,
+    disk_nbytes_per_s: float,
+) -> ClusterModel:
+    """Return a cluster, given the threads of each worker of each host."""
+    addresses = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(len(threads))]
+    workers = tuple(
+        WorkerModel(
+            f"tcp://{address}:{40000 + number}",
+            nthreads,
+            memory_nbytes or _PLENTY_NBYTES,
+            speed,
+            startup_s=recorded.startup_s,
+        )
+        for address, of_host in zip(addresses, threads, strict=True)
+        for number, nthreads in enumerate(of_host)
+    )
+    topology = _topology(
+        dict(zip(addresses, map(len, threads), strict=True)),
+        network_nbytes_per_s * NET_OF_OVERHEAD,
+        local_nbytes_per_s,
+    )
+    places = (host.node(numa.name) for host in topology.hosts for numa in host.numa)
+    nodes = {worker.address: place for worker, place in zip(workers, places, strict=True)}
+    return ClusterModel(
+        name,
+        workers,
+        TopologyNetwork(topology, nodes),
+        control_latency_s=recorded.control_s,
+        disk_nbytes_per_s=disk_nbytes_per_s,
+    )
+
+
 def _topology(
-    addresses: list[str], workers_each: int, network_nbytes_per_s: float, local_nbytes_per_s: float
+    workers: Mapping[str, int], network_nbytes_per_s: float, local_nbytes_per_s: float
 ) -> Topology:
-    """Return hosts with a node for each worker, as workers would report them."""
+    """Return hosts with a node for each worker, as workers would report them.
+
+    Parameters
+    ----------
+    workers
+        Number of workers by the address of each host.
+    """
     hosts, links = [], []
-    for address in addresses:
-        numa = tuple(Numa(f"worker{number}") for number in range(workers_each))
+    for address, count in workers.items():
+        numa = tuple(Numa(f"worker{number}") for number in range(count))
         host = Host(address, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(address,))
         hosts.append(host)
         bus, nic = host.node("bus"), host.node("nic")

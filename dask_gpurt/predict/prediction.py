@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from dask_gpurt.errors import TooLargeError
 from dask_gpurt.predict.catalogue import RECORDED, Catalogue, MachineGroup
-from dask_gpurt.predict.machine_network import cluster_of
+from dask_gpurt.predict.machine_network import cluster_of, traced_cluster
 from dask_gpurt.predict.recorded_program import RecordedProgram
 from dask_gpurt.simulate.cluster_model import ClusterModel
 from dask_gpurt.simulate.program import ProgramModel
@@ -24,8 +24,8 @@ Simulate = Callable[[ProgramModel, ClusterModel], Result]
 
 #: Simulations of each prediction, and how much their tasks' durations differ.
 DRAWS, SPREAD = 3, 0.05
-#: Larger programs are simulated once: a simulation of so many tasks takes some ten seconds.
-MANY_TASKS = 10_000
+#: Tasks times workers from which a prediction is one simulation, which takes some ten seconds.
+MANY = 100_000
 #: A change that saves less is not named.
 WORTH_NAMING = 0.97
 #: Above this error on its own cluster, a prediction is a guess.
@@ -139,30 +139,25 @@ def predict(
         A machine is unknown.
     """
     groups = [catalogue.group(one) for one in wanted]
-    own = MachineGroup(len(recorded.cluster.workers), catalogue.group(RECORDED).machine)
+    programs = [_drawn(recorded.program, draw) for draw in range(DRAWS)]
+    n_tasks = len(recorded.program.workload.tasks)
 
-    is_large = len(recorded.program.workload.tasks) > MANY_TASKS
-    programs = [_drawn(recorded.program, draw) for draw in range(1 if is_large else DRAWS)]
-
-    def run(
-        group: MachineGroup, programs: Sequence[ProgramModel], **factors: float
-    ) -> list[Result]:
-        model = cluster_of(group, recorded.cluster, **factors)
+    def run(model: ClusterModel, programs: Sequence[ProgramModel]) -> list[Result]:
         results = []
-        for program in programs:
-            on_simulated(group.name)
+        for program in programs[: 1 if n_tasks * len(model.workers) > MANY else None]:
+            on_simulated(model.name)
             results.append(simulate(program, model))
         return results
 
-    simulated_s = _median(run(own, programs))
+    simulated_s = _median(run(traced_cluster(recorded.cluster), programs))
     error = abs(simulated_s / recorded.measured_s - 1) if recorded.measured_s else 0.0
     rows = []
     for group in groups:
         own_speed = 1.0 if group.machine.name == RECORDED else speed
+        model = cluster_of(group, recorded.cluster, speed=own_speed)
         try:
-            results = run(group, programs, speed=own_speed)
+            results = run(model, programs)
         except TooLargeError as problem:
-            model = cluster_of(group, recorded.cluster)
             rows.append(
                 Prediction(
                     group, len(model.workers), model.workers[0].nthreads, problem=str(problem)
@@ -174,9 +169,10 @@ def predict(
             factors = {"speed": own_speed}
             factors[name] = factors.get(name, 1.0) * 2
             # One is enough: it has the same durations as the first of the results.
-            (changed,) = run(group, programs[:1], **factors)
+            better = cluster_of(group, recorded.cluster, **factors)
+            (changed,) = run(better, programs[:1])
             changes.append(Change(name, changed.makespan_s / results[0].makespan_s))
-        rows.append(_row(recorded, group, results, error, changes))
+        rows.append(_row(model, group, results, error, changes))
     rows.sort(key=lambda row: (not row.fits, row.seconds))
     return Predictions(
         recorded.program.workload.name,
@@ -199,13 +195,12 @@ def _worth_asking(results: Sequence[Result], group: MachineGroup) -> list[str]:
 
 
 def _row(
-    recorded: RecordedProgram,
+    model: ClusterModel,
     group: MachineGroup,
     results: Sequence[Result],
     error: float,
     changes: Sequence[Change],
 ) -> Prediction:
-    model = cluster_of(group, recorded.cluster)
     seconds = [one.makespan_s for one in results]
     middle = sorted(results, key=lambda one: one.makespan_s)[len(results) // 2]
     threads = sum(worker.nthreads for worker in model.workers)

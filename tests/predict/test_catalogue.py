@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.catalogue import DISK_NBYTES_PER_S, Catalogue
-from dask_gpurt.predict.machine_network import cluster_of
+from dask_gpurt.predict.machine_network import cluster_of, traced_cluster
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
 
 GIB = 2**30
@@ -111,6 +113,17 @@ def test_a_machine_smaller_than_a_recorded_worker_has_one_worker():
         catalogue("small: {threads: 1, memory: 2 GiB, network: 1 GB/s}").group("3*small"), TRACED
     )
     assert [(one.nthreads, one.memory_nbytes) for one in model.workers] == [(1, 2 * GIB)] * 3
+
+
+def test_the_cluster_of_the_trace_has_its_hosts_and_workers():
+    uneven = replace(TRACED, workers={"box": (2, 1), "shed": (4,)})
+    model = traced_cluster(uneven)
+    found = [(one.host, one.nthreads, one.memory_nbytes) for one in model.workers]
+    assert found == [
+        ("10.0.0.0", 2, 4 * GIB),
+        ("10.0.0.0", 1, 4 * GIB),
+        ("10.0.0.1", 4, 4 * GIB),
+    ]
 
 
 def test_workers_of_a_machine_share_its_network_alone():

@@ -37,7 +37,7 @@ def test_the_recorded_machines_are_simulated_first():
     recorded = traced()
     found = predict(recorded, [], Catalogue(recorded.cluster), simulate, on_simulated=seen.append)
     assert found.rows == ()
-    assert set(seen) == {"1*recorded"}
+    assert set(seen) == {"the machines of the trace"}
     assert found.measured_s == pytest.approx(8.912)
     assert abs(found.error) < 0.02
 

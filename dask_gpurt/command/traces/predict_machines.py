@@ -43,14 +43,18 @@ def show(
     recorded = recorded_program(files.read(path), path.name)
     text = "" if machines is None else _read(machines)
     catalogue = Catalogue(recorded.cluster, text, "" if machines is None else machines.name)
-    found = predict(
-        recorded,
-        wanted or BY_DEFAULT,
-        catalogue,
-        partial(simulate_placed, recorded.policy),
-        speed=speed,
-        on_simulated=_shown_progress(),
-    )
+    line = SimulationLine()
+    try:
+        found = predict(
+            recorded,
+            wanted or BY_DEFAULT,
+            catalogue,
+            partial(simulate_placed, recorded.policy),
+            speed=speed,
+            on_simulated=line.show,
+        )
+    finally:
+        line.clear()
     if as_json:
         print(to_json(as_dict(found)))
     else:
@@ -68,15 +72,21 @@ def _read(path: Path) -> str:
         raise PredictionError(f"cannot read {path}: {why}") from error
 
 
-class _shown_progress:
-    """Counts simulations on a line of the terminal, which is empty again at the next output."""
+class SimulationLine:
+    """The line on a terminal that counts simulations."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    def __call__(self, name: str) -> None:
+    def show(self, name: str) -> None:
+        """Say that a simulation begins."""
         self._count += 1
+        self._write(f"simulation {self._count}: {name}")
+
+    def clear(self) -> None:
+        """Leave an empty line for what comes next."""
+        self._write("")
+
+    def _write(self, text: str) -> None:
         if is_terminal(sys.stderr):
-            print(
-                f"\r\033[Ksimulation {self._count}: {name}\r", end="", file=sys.stderr, flush=True
-            )
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dask.typing import Key
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 #: Bytes that a worker may have to send while its transfers go on: at least these, or a share of its
 #: memory, as `gpurt.shuffle.in-flight: auto`.
 MAX_WAITING_NBYTES, MAX_WAITING_SHARE = 64 * 2**20, 0.05
+#: Owners to which a worker sends at a time. The runtime takes more, which fills links no better,
+#: but makes a simulation of many workers slow.
+WINDOW = 4
 
 
 class ModelledExchange:
@@ -63,11 +67,7 @@ class ModelledExchange:
             for one in outputs
         }
         self._shares: dict[str, float] = {}
-        #: Bytes to send and bytes in flight, by sender and owner.
-        self._queued: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._flying: set[tuple[str, str]] = set()
-        self._waiting_nbytes: defaultdict[str, float] = defaultdict(float)
-        self._held_back: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
+        self._senders: dict[str, _Sender] = {}
         self._at_barrier: list[Callable[[], None]] = []
 
     def _place_outputs(self) -> None:
@@ -85,32 +85,21 @@ class ModelledExchange:
         """Send the parts of one transfer. Call `done` when the transfer may end."""
         if not self._shares:
             self._place_outputs()
+        sender = self._senders.get(source.address)
+        if sender is None:
+            sender = self._senders[source.address] = _Sender(source, self._send_message)
         for owner, share in self._shares.items():
             nbytes = self._part_nbytes * share
             if owner == source.address:
                 source.take_shards(nbytes)
             elif nbytes:
-                self._queued[source.address, owner] += nbytes
-                self._waiting_nbytes[source.address] += nbytes
-                self._fly(source.address, owner)
-        if self._may_go_on(source.address):
-            done()
-        else:
-            self._held_back[source.address].append(done)
+                sender.add(owner, nbytes)
+        sender.go_on(done)
 
-    def _may_go_on(self, source: str) -> bool:
-        limit = max(
-            MAX_WAITING_NBYTES, MAX_WAITING_SHARE * self._shared.workers[source].memory_nbytes
-        )
-        return self._waiting_nbytes[source] <= limit
-
-    def _fly(self, source: str, owner: str) -> None:
-        pair = source, owner
-        if pair in self._flying or not self._queued[pair]:
-            return
+    def _send_message(
+        self, source: str, owner: str, nbytes: float, done: Callable[[], None]
+    ) -> None:
         shared = self._shared
-        nbytes = self._queued.pop(pair)
-        self._flying.add(pair)
         start_s = shared.clock.now_s
         route = shared.machine.network.route(source, owner)
 
@@ -124,13 +113,8 @@ class ModelledExchange:
             shared.moved.append(
                 TransferRun((self._barrier_key,), source, owner, start_s, now_s, int(nbytes))
             )
-            self._flying.discard(pair)
-            self._waiting_nbytes[source] -= nbytes
             shared.workers[owner].take_shards(nbytes)
-            self._fly(source, owner)
-            if self._may_go_on(source):
-                for done in self._held_back.pop(source, ()):
-                    done()
+            done()
             self._end_if_quiet()
 
         shared.transfers.start(route.links, nbytes, sent)
@@ -141,7 +125,7 @@ class ModelledExchange:
         self._end_if_quiet()
 
     def _end_if_quiet(self) -> None:
-        if not self._flying:
+        if not any(sender.waiting_nbytes for sender in self._senders.values()):
             waiting, self._at_barrier = self._at_barrier, []
             for done in waiting:
                 done()
@@ -149,3 +133,61 @@ class ModelledExchange:
     def output_nbytes(self, key: Key) -> float:
         """Return the bytes of the shards that an output reads."""
         return self._output_nbytes[StableStr(str(key))]
+
+
+class _Sender:
+    """The parts that one worker has to send: a message to a few owners at a time.
+
+    Owners take turns, each worker beginning with another one, so that senders do not meet at one
+    receiver.
+    """
+
+    def __init__(
+        self,
+        source: ModelledWorker,
+        send: Callable[[str, str, float, Callable[[], None]], None],
+    ) -> None:
+        self._source = source.address
+        self._send = send
+        self._limit_nbytes = max(MAX_WAITING_NBYTES, MAX_WAITING_SHARE * source.memory_nbytes)
+        #: Bytes to send to each owner, in the order of turns.
+        self._queued: dict[str, float] = {}
+        self._active: set[str] = set()
+        self._held_back: list[Callable[[], None]] = []
+        #: Bytes to send and bytes under way.
+        self.waiting_nbytes = 0.0
+
+    def add(self, owner: str, nbytes: float) -> None:
+        """Add bytes for an owner."""
+        self._queued[owner] = self._queued.get(owner, 0.0) + nbytes
+        self.waiting_nbytes += nbytes
+
+    def go_on(self, done: Callable[[], None]) -> None:
+        """Send, and call `done` when few enough bytes wait."""
+        if self._queued and not self._active:
+            # The next worker comes first, then those after it.
+            after = [owner for owner in self._queued if owner > self._source]
+            first = dict.fromkeys(after) | self._queued
+            self._queued = {owner: self._queued[owner] for owner in first}
+        self._held_back.append(done)
+        self._fill()
+
+    def _fill(self) -> None:
+        for owner in list(self._queued):
+            if len(self._active) >= WINDOW:
+                break
+            if owner not in self._active:
+                self._active.add(owner)
+                nbytes = self._queued.pop(owner)
+                self._send(self._source, owner, nbytes, partial(self._sent, owner, nbytes))
+        if self.waiting_nbytes <= self._limit_nbytes:
+            held_back, self._held_back = self._held_back, []
+            for done in held_back:
+                done()
+
+    def _sent(self, owner: str, nbytes: float) -> None:
+        self._active.discard(owner)
+        self.waiting_nbytes -= nbytes
+        if not self._active and not self._queued:
+            self.waiting_nbytes = 0.0  # without the rounding of many sums
+        self._fill()
