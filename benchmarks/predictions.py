@@ -187,7 +187,7 @@ def predicted(recorded: RecordedProgram, wanted: str, text: str = "") -> tuple[f
     catalogue = Catalogue(recorded.cluster, text, "benchmark" if text else "")
     run = partial(simulate_placed, recorded.policy)
     (row,) = predict(recorded, [wanted], catalogue, run).rows
-    return row.seconds, row.spilled_nbytes
+    return row.time_s, row.spilled_nbytes
 
 
 class Table:
@@ -263,7 +263,7 @@ def recordings(client: Client, names: list[str]) -> dict[str, RecordedProgram]:
 def workers(names: list[str], repeats: int, wait: bool, table: Table) -> None:
     with shaped(2, "400mbit") as client:
         recorded = recordings(client, names)
-    found = {name: predicted(one, "4*recorded")[0] for name, one in recorded.items()}
+    found = {name: predicted(one, "4xrecorded")[0] for name, one in recorded.items()}
     with shaped(4, "400mbit") as client:
         for name in names:
             table.add(name, "4 hosts from 2", found[name], measured_s(client, name, True, repeats))

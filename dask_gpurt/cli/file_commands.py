@@ -37,13 +37,13 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     "wanted",
     multiple=True,
     metavar="MACHINES",
-    help="Machines, such as 4*m7i.4xlarge. May be repeated. Default: the recorded ones, and more.",
+    help="Machines, such as 4xm7i.4xlarge. May be repeated. Default: 1, 2 and 4 recorded ones.",
 )
 @click.option(
     "--machines",
     type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Describe machines of your own in FILE.",
+    metavar="YAML",
+    help="File that describes machines of your own.",
 )
 @click.option(
     "--speed",
@@ -51,7 +51,7 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     default=1.0,
     show_default=True,
     metavar="X",
-    help="Speed of a thread there, as a multiple of a recorded one.",
+    help="Speed of a thread of other machines, as a multiple of a recorded one.",
 )
 @json_flag
 @click.argument("file", type=click.Path(path_type=Path))
@@ -67,7 +67,7 @@ def predict(
     from dask_gpurt.errors import PredictionError, SimulationError, TraceFileError
 
     with one_line(PredictionError, SimulationError, TraceFileError):
-        sys.exit(show(file, wanted, machines, speed, as_json))
+        show(file, wanted, machines, speed, as_json)
 
 
 @gpurt.command(context_settings=CONTEXT)

@@ -41,8 +41,6 @@ class MachineType:
         Memory of the machine; 0 if it is unknown, and then nothing is spilled.
     network_nbytes_per_s
         To other machines, in each direction.
-    local_nbytes_per_s
-        Between workers on the machine; None for the rate in the trace.
     usd_per_hour
         None if it is unknown.
     priced
@@ -54,7 +52,6 @@ class MachineType:
     memory_nbytes: int
     network_nbytes_per_s: float
     disk_nbytes_per_s: float = DISK_NBYTES_PER_S
-    local_nbytes_per_s: float | None = None
     usd_per_hour: float | None = None
     priced: datetime.date | None = None
 
@@ -68,8 +65,8 @@ class MachineGroup:
 
     @property
     def name(self) -> str:
-        """The group as the user writes it, such as "4*m7i.4xlarge"."""
-        return f"{self.count}*{self.machine.name}"
+        """The group as the user writes it, such as "4xm7i.4xlarge"."""
+        return f"{self.count}x{self.machine.name}"
 
 
 class Catalogue:
@@ -102,7 +99,7 @@ class Catalogue:
         return sorted(self._machines)
 
     def group(self, wanted: str) -> MachineGroup:
-        """Return the machines that a text asks for, such as "4*m7i.4xlarge" or "m7i.4xlarge".
+        """Return the machines that a text asks for, such as "4xm7i.4xlarge" or "m7i.4xlarge".
 
         Raises
         ------
@@ -111,15 +108,16 @@ class Catalogue:
         """
         found = _WANTED.fullmatch(wanted.strip())
         if found is None:
-            raise PredictionError(f"{wanted!r:.80} is no machine; write such as '4*m7i.4xlarge'")
+            raise PredictionError(f"{wanted!r:.80} is no machine; write such as '4xm7i.4xlarge'")
         count, name = int(found[1] or 1), found[2]
         if not 1 <= count <= MAX_COUNT:
             raise PredictionError(f"{wanted!r:.80}: the number may be from 1 to {MAX_COUNT:,}")
         if name not in self._machines:
             near = difflib.get_close_matches(name, self.names, 3, 0.5)
-            known = f"did you mean {' or '.join(near)}?" if near else ", ".join(self.names)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise PredictionError(
-                f"no machine is called {name!r:.80}: {known} Describe others with --machines FILE."
+                f"no machine is called {name!r:.80}{hint} There are {', '.join(self.names)}."
+                " Describe others with --machines."
             )
         return MachineGroup(count, self._machines[name])
 
@@ -133,7 +131,6 @@ def _recorded(cluster: RecordedCluster) -> MachineType:
         cluster.memory_nbytes * len(threads),
         cluster.network_nbytes_per_s,
         cluster.disk_nbytes_per_s,
-        local_nbytes_per_s=cluster.local_nbytes_per_s,
     )
 
 

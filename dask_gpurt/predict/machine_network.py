@@ -2,7 +2,7 @@
 
 Workers are as large as those of the trace: threads behave differently in larger workers. Each
 machine has a link to a network that never is the limit itself. Its workers share that link. Bytes
-between them do not use it.
+between them do not use it, and move at least as fast.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def cluster_of(
         recorded,
         speed=speed,
         network_nbytes_per_s=machine.network_nbytes_per_s * network,
-        local_nbytes_per_s=machine.local_nbytes_per_s or recorded.local_nbytes_per_s,
+        local_nbytes_per_s=recorded.local_nbytes_per_s,
         disk_nbytes_per_s=machine.disk_nbytes_per_s * disk,
     )
 
@@ -131,11 +131,13 @@ def _topology(
         host = Host(address, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(address,))
         hosts.append(host)
         bus, nic = host.node("bus"), host.node("nic")
-        ends = {host.node(one.name): local_nbytes_per_s for one in numa} | {nic: _UNLIMITED}
+        # Bytes for other hosts use the link of a worker too, which must not limit a faster network.
+        worker_rate = max(local_nbytes_per_s, network_nbytes_per_s)
         links += [
-            Link(f"inside {end}", (end, bus), "bus", rate, LOCAL_LATENCY_S / 2)
-            for end, rate in ends.items()
+            Link(f"inside {end}", (end, bus), "bus", worker_rate, LOCAL_LATENCY_S / 2)
+            for end in (host.node(one.name) for one in numa)
         ]
+        links.append(Link(f"inside {nic}", (nic, bus), "bus", _UNLIMITED))
         latency_s = (NETWORK_LATENCY_S - LOCAL_LATENCY_S) / 2
         network = Link(
             f"network {address}", (nic, "network"), "ethernet", network_nbytes_per_s, latency_s

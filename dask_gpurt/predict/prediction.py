@@ -1,8 +1,8 @@
-"""Predictions for machines: time, cost, what limits, and how far to trust them.
+"""Predictions for machines: time, cost, the resource that limits, and how far to trust them.
 
-Each prediction is the median of a few simulations, because one run is one of many. A simulation of
-the recorded cluster itself comes first. Its error says how far the model is from the truth, and
-widens the range of each prediction.
+Each prediction is the median of a few simulations, because small differences of durations change
+the result. A simulation of the recorded cluster itself comes first. Its error says how far the
+model is from the truth, and widens the range of each prediction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Simulate = Callable[[ProgramModel, ClusterModel], Result]
 
 #: Simulations of each prediction, and how much their tasks' durations differ.
 DRAWS, SPREAD = 3, 0.05
-#: Tasks times workers from which a prediction is one simulation, which takes some ten seconds.
+#: Above this number of tasks times workers, a prediction is one simulation. It takes ten seconds.
 MANY = 100_000
 #: A change that saves less is not named.
 WORTH_NAMING = 0.97
@@ -42,21 +42,20 @@ class Change:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program would take on some machines.
+    """The predicted time, cost and use of some machines.
 
     Attributes
     ----------
-    seconds, low_s, high_s
+    time_s, low_s, high_s
         Median, and the range: of the simulations, widened by the error on the recorded cluster.
     usd
         Cost of the median; None if the price is unknown.
     busy_share
-        Share of the threads' time in which they ran tasks.
+        Share of the threads' time that tasks took, with their waits for memory, disks and shuffles.
     moved_nbytes, spilled_nbytes
         Bytes sent between machines, and written to disks.
     short_nbytes
-        Most memory that a worker lacks, with the inputs and outputs of its running tasks. Above 0,
-        the program would not fit.
+        Bytes that the worker with the greatest shortage lacks. Above 0, the program does not fit.
     changes
         Doubled resources that would save time, the most helpful first.
     scheduler_share
@@ -68,7 +67,7 @@ class Prediction:
     group: MachineGroup
     n_workers: int
     nthreads: int
-    seconds: float = 0.0
+    time_s: float = 0.0
     low_s: float = 0.0
     high_s: float = 0.0
     usd: float | None = None
@@ -125,7 +124,7 @@ def predict(
     Parameters
     ----------
     wanted
-        Machines, such as "4*m7i.4xlarge"; see `Catalogue.group`.
+        Machines, such as "4xm7i.4xlarge"; see `Catalogue.group`.
     simulate
         Runs a simulation.
     speed
@@ -137,6 +136,8 @@ def predict(
     ------
     PredictionError
         A machine is unknown.
+    SimulationError
+        The program cannot be simulated on the machines of the trace.
     """
     groups = [catalogue.group(one) for one in wanted]
     programs = [_drawn(recorded.program, draw) for draw in range(DRAWS)]
@@ -173,7 +174,7 @@ def predict(
             (changed,) = run(better, programs[:1])
             changes.append(Change(name, changed.makespan_s / results[0].makespan_s))
         rows.append(_row(model, group, results, error, changes))
-    rows.sort(key=lambda row: (not row.fits, row.seconds))
+    rows.sort(key=lambda row: (not row.fits, row.time_s))
     return Predictions(
         recorded.program.workload.name,
         recorded.measured_s,
@@ -218,7 +219,7 @@ def _row(
         sum(middle.busy_s.values()) / (threads * middle.makespan_s) if middle.makespan_s else 0.0,
         _between_hosts(middle),
         sum(middle.spilled_nbytes.values()),
-        max(needed - limits[address] for address, needed in middle.needed_nbytes.items()),
+        max(0, *(needed - limits[address] for address, needed in middle.needed_nbytes.items())),
         tuple(
             sorted((one for one in changes if one.ratio < WORTH_NAMING), key=lambda one: one.ratio)
         ),

@@ -30,8 +30,8 @@ DISK_NBYTES_PER_S = 125e6
 DISK = "disk"
 #: Fewer bytes say little about a disk.
 ENOUGH_NBYTES = 100_000_000
-#: Seconds of a message between a worker and the scheduler, at most and at least.
-CONTROL_S = 0.0002, 0.05
+#: Seconds of a message between a worker and the scheduler: no model uses less or more.
+MIN_CONTROL_S, MAX_CONTROL_S = 0.0002, 0.05
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecordedCluster:
     memory_nbytes
         Memory limit of a worker; 0 if unknown.
     local_nbytes_per_s, network_nbytes_per_s
-        Bandwidth between workers of one host, and between hosts.
+        Bandwidth between workers of one host, and the best one between two hosts.
     control_s
         Seconds of a message from a worker to the scheduler, with the time that it waits there.
     turnaround_s
@@ -90,13 +90,13 @@ def recorded_cluster(columns: Columns) -> RecordedCluster:
     known = [int(one) for one in limits.values() if one] if isinstance(limits, dict) else []
     between = [link.bandwidth for link in columns.trace.links if link.bandwidth > 0]
     waits_s = tasks.known_s - tasks.end_s
-    control_s = float(np.median(waits_s)) if len(waits_s) else CONTROL_S[0]
+    control_s = float(np.median(waits_s)) if len(waits_s) else MIN_CONTROL_S
     return RecordedCluster(
         workers,
         min(known, default=0),
         _rate(columns, is_local=True) or LOCAL_NBYTES_PER_S,
         max(between, default=0.0) or _rate(columns, is_local=False) or NETWORK_NBYTES_PER_S,
-        min(max(control_s, CONTROL_S[0]), CONTROL_S[1]),
+        min(max(control_s, MIN_CONTROL_S), MAX_CONTROL_S),
         _turnaround_s(columns),
         _startup_s(columns),
         _disk_rate(columns) or DISK_NBYTES_PER_S,
@@ -119,7 +119,7 @@ def _turnaround_s(columns: Columns) -> float:
 
 
 def _startup_s(columns: Columns) -> float:
-    """Return the median over workers of the idle time in which a task was sent but not yet seen.
+    """Return how long a worker was idle although it had been sent a task: the median of workers.
 
     A worker imports libraries when the first task that needs them arrives, and sees it later.
     """
@@ -160,7 +160,7 @@ def _disk_rate(columns: Columns) -> float:
 
 
 def _rate(columns: Columns, *, is_local: bool) -> float:
-    """Return the bytes per second that a place reached in its best moments; 0 if few were moved.
+    """Return the bytes per second of a place in its best moments; 0 without large messages.
 
     A place is a worker for bytes within hosts, and a host for bytes between hosts. Messages to and
     from a place share its link. So their rates are added up.
@@ -175,7 +175,7 @@ def _rate(columns: Columns, *, is_local: bool) -> float:
         _rates_over_time(end[chosen], hops.start_s[chosen], hops.wire_end_s[chosen], rate)
         for end in ends
     ]
-    rates, seconds = (np.concatenate(columns) for columns in zip(*moments, strict=True))
+    rates, seconds = (np.concatenate(parts) for parts in zip(*moments, strict=True))
     if not len(rates):
         return 0.0
     order = np.argsort(rates)

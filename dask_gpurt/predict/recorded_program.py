@@ -27,7 +27,7 @@ Policy = Literal["auto", "data-aware", "stock"]
 
 #: The scheduler makes a task ready this soon after its last input. Later, the client submitted it.
 SOON_S = 0.05
-#: Tasks that are submitted within such a time are of one graph.
+#: A longer pause between two submitted tasks begins a new graph.
 MOMENT_S = 0.05
 #: Prefix of the task that ends the transfers of a shuffle.
 BARRIER = "shuffle-barrier"
@@ -169,7 +169,7 @@ def _ranked(
 def _names(
     columns: Columns, needs: list[tuple[int, ...]], batch_of: dict[int, int]
 ) -> dict[int, StableStr]:
-    """Return a key for each task. Tasks with equal prefixes and kinds of inputs are one group."""
+    """Return a key for each task. Tasks of a graph with equal prefixes and inputs are a group."""
     tasks = columns.tasks
     groups: dict[tuple[object, ...], int] = {}
     group_of: dict[int, int] = {}
@@ -240,7 +240,7 @@ def _exchanges(
             continue
         nbytes = max((sent.get(one, 0.0) for one in needs[barrier]), default=0.0)
         if not nbytes:
-            # Stock's own shuffles say nothing about their bytes.
+            # Stock's shuffles say nothing about their bytes, and one worker sends none.
             nbytes = float(sum(tasks.nbytes[one] for one in outputs[barrier]))
         found.append(
             ExchangeModel(

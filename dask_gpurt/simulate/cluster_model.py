@@ -168,7 +168,7 @@ class ClusterModel:
         Failures, with their times.
     disk_nbytes_per_s
         Bytes per second that the disk of each host reads and writes together. Workers that hold
-        more than their memory then use it; without disks, memory is only counted.
+        more than their target then write results; without disks, memory is only counted.
 
     Raises
     ------

@@ -14,7 +14,7 @@ from dask_gpurt.simulate.transfers import Transfers
 
 
 class MemoryAndDisk:
-    """Memory of one worker.
+    """What a worker does to have its results and inputs in memory when tasks need them.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class MemoryAndDisk:
     ) -> None:
         self.memory = memory
         self._transfers, self._disk, self._upcoming = transfers, disk, upcoming
-        #: Tasks that wait for memory, and the number of those that do not.
+        #: Tasks that wait for memory, and the number of running tasks.
         self._waiting: list[Callable[[], None]] = []
         self._n_running = 0
         #: Results that are on their way from disk, and what to do when they are there.
@@ -54,8 +54,14 @@ class MemoryAndDisk:
 
         Parameters
         ----------
+        inputs
+            Results that it needs.
+        output_nbytes
+            Bytes of its output.
         shards_nbytes
             Bytes of the shards that it takes.
+        start
+            Called once, now or later.
         """
         memory = self.memory
         self._write_excess(output_nbytes + memory.on_disk_nbytes(inputs), inputs)
@@ -86,6 +92,7 @@ class MemoryAndDisk:
     def drop(self, key: Hashable) -> None:
         """Forget a result."""
         self.memory.drop(key)
+        self._begin_waiting()
 
     def bring(self, keys: Collection[Hashable], done: Callable[[], object]) -> None:
         """Use results, and call `done` when those on disk have been read."""

@@ -6,7 +6,6 @@ submits several graphs one after the other, and some of its tasks exchange data 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dask_gpurt.errors import WorkloadError
@@ -17,7 +16,7 @@ from dask_gpurt.simulate.workload import Workload
 class ExchangeModel:
     """A P2P shuffle. Its transfers send parts to the owners of outputs, and its outputs read them.
 
-    All other members are positions of tasks in the workload.
+    All members but `nbytes` are positions of tasks in the workload.
 
     Attributes
     ----------
@@ -28,7 +27,8 @@ class ExchangeModel:
     outputs
         Tasks that join the parts of a partition, in order of their partitions.
     nbytes
-        Bytes of all parts, with those that stay on their worker.
+        Bytes of all parts on the link, with those that stay on their worker. If they were
+        compressed, the model takes shards in memory to be as small.
     """
 
     transfers: tuple[int, ...]
@@ -68,7 +68,8 @@ class ProgramModel:
     ------
     WorkloadError
         A task is in no submission or in two. A task needs one of a later submission. A submission
-        waits for a later one. An exchange names a task that does not exist, or has no outputs.
+        waits for a later one, or wants a task of another. An exchange names a task that does not
+        exist, or has no outputs.
     """
 
     workload: Workload
@@ -100,7 +101,7 @@ class ProgramModel:
         return {one: number for number, each in enumerate(self.submissions) for one in each.tasks}
 
     def released_after(self) -> dict[int, list[int]]:
-        """Return the positions that the client releases, by the submission that ends before.
+        """Return the positions that the client releases, by the last submission that needs them.
 
         A client holds a result until the last submission that needs it has ended.
         """
@@ -123,13 +124,9 @@ class ProgramModel:
 
 
 def next_uses(workload: Workload) -> list[list[int]]:
-    """Return for each task the positions of its dependents, the last first."""
+    """Return for each task the positions of its dependents, the last first, to pop the next one."""
     uses: list[list[int]] = [[] for _ in workload.tasks]
     for position in range(len(workload.tasks) - 1, -1, -1):
-        for needed in _distinct(workload.tasks[position].dependencies):
+        for needed in dict.fromkeys(workload.tasks[position].dependencies):
             uses[needed].append(position)
     return uses
-
-
-def _distinct(positions: Iterable[int]) -> Iterable[int]:
-    return dict.fromkeys(positions)

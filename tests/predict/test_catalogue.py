@@ -8,7 +8,12 @@ import pytest
 
 from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.catalogue import DISK_NBYTES_PER_S, Catalogue
-from dask_gpurt.predict.machine_network import cluster_of, traced_cluster
+from dask_gpurt.predict.machine_network import (
+    LOCAL_LATENCY_S,
+    NETWORK_LATENCY_S,
+    cluster_of,
+    traced_cluster,
+)
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
 
 GIB = 2**30
@@ -30,14 +35,15 @@ def test_all_machines_of_the_package_can_be_used():
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("m7i.4xlarge", 1), ("4*m7i.4xlarge", 4), (" 12 x m7i.4xlarge ", 12)]
+    ("text", "count"),
+    [("m7i.4xlarge", 1), ("4*m7i.4xlarge", 4), ("4xm7i.4xlarge", 4), (" 12 x m7i.4xlarge ", 12)],
 )
 def test_a_number_of_machines_can_be_asked_for(text, count):
     group = catalogue().group(text)
     assert (group.count, group.machine.name) == (count, "m7i.4xlarge")
     assert group.machine.memory_nbytes == 64 * GIB
     assert group.machine.network_nbytes_per_s == 6.25e9 / 8
-    assert group.name == f"{count}*m7i.4xlarge"
+    assert group.name == f"{count}xm7i.4xlarge"
 
 
 def test_the_machines_of_the_trace_are_known():
@@ -62,10 +68,10 @@ def test_a_users_file_adds_and_replaces_machines():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", r"write such as '4\*m7i"),
+        ("", r"write such as '4xm7i"),
         ("0*m7i.4xlarge", "from 1 to 10,000"),
         ("99999*m7i.4xlarge", "from 1 to 10,000"),
-        ("m7i.5xlarge", "did you mean m7i"),
+        ("m7i.5xlarge", "did you mean m7i.*There are c6in"),
         ("nothing-like-it", "Describe others with --machines"),
     ],
 )
@@ -137,4 +143,12 @@ def test_workers_of_a_machine_share_its_network_alone():
     assert not set(inside.links) & shared
     assert min(model.capacities[link] for link in inside.links) == 1e9
     assert route(first, first).links == ()
-    assert inside.latency_s < route(first, far).latency_s
+    assert inside.latency_s == LOCAL_LATENCY_S
+    assert route(first, far).latency_s == pytest.approx(NETWORK_LATENCY_S)
+
+
+def test_a_worker_can_use_all_of_a_fast_network():
+    known = catalogue("quick: {threads: 2, memory: 8 GiB, network: 200 Gb/s}")
+    model = cluster_of(known.group("2xquick"), TRACED)
+    links = model.network.route(*(one.address for one in model.workers)).links
+    assert min(model.capacities[link] for link in links) == pytest.approx(0.95 * 25e9)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dask_gpurt.plugins.simulation.simulated_run import simulate
+from dask_gpurt.predict import prediction
 from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import Predictions, predict
 from dask_gpurt.predict.recorded_program import recorded_program
@@ -43,18 +46,19 @@ def test_the_recorded_machines_are_simulated_first():
 
 
 def test_machines_are_sorted_by_time_and_have_a_cost():
-    found = predictions("fast", "4*slow", "4*fast")
-    assert [row.group.name for row in found.rows] == ["4*fast", "1*fast", "4*slow"]
+    found = predictions("fast", "4xslow", "4xfast")
+    assert [row.group.name for row in found.rows] == ["4xfast", "1xfast", "4xslow"]
     best, one, _ = found.rows
-    assert best.seconds < one.seconds
-    assert best.usd == pytest.approx(4 * best.seconds)
-    assert one.usd == pytest.approx(one.seconds)
-    assert best.low_s <= best.seconds <= best.high_s
+    assert best.time_s < one.time_s
+    assert best.usd == pytest.approx(4 * best.time_s)
+    assert one.usd == pytest.approx(one.time_s)
+    error = abs(found.error)
+    assert best.low_s < best.time_s * (1 - error) < best.time_s * (1 + error) < best.high_s
     assert (best.n_workers, best.nthreads) == (4, 1)
 
 
 def test_the_slow_resource_is_named():
-    (slow,) = predictions("4*slow").rows
+    (slow,) = predictions("4xslow").rows
     assert slow.changes[0].name == "network"
     assert slow.changes[0].ratio < 0.65
     (alone,) = predictions("fast").rows
@@ -62,9 +66,33 @@ def test_the_slow_resource_is_named():
     assert alone.changes[0].ratio == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_large_program_is_simulated_once(monkeypatch):
+    seen: list[str] = []
+    recorded = traced()
+    monkeypatch.setattr(prediction, "MANY", 8)
+    predict(recorded, [], Catalogue(recorded.cluster), simulate, on_simulated=seen.append)
+    assert len(seen) == 1
+
+
+def test_a_worker_that_lacks_memory_is_no_choice():
+    # The inputs of the last task fit into a worker, but not beside its output.
+    recorded = traced(n=6, nbytes=40 * MIB)
+    tasks = list(recorded.program.workload.tasks)
+    last = next(i for i, one in enumerate(tasks) if len(one.dependencies) == 6)
+    tasks[last] = replace(tasks[last], nbytes=64 * MIB)
+    program = replace(
+        recorded.program, workload=replace(recorded.program.workload, tasks=tuple(tasks))
+    )
+    larger = replace(recorded, program=program)
+    catalogue = Catalogue(larger.cluster, MACHINES, "test")
+    (row,) = predict(larger, ["small"], catalogue, simulate).rows
+    assert not row.fits
+    assert row.short_nbytes == (6 * 40 + 64 - 256) * MIB
+
+
 def test_speed_is_for_other_machines_only():
     quick = {row.group.name: row for row in predictions("fast", "recorded", speed=2.0).rows}
-    assert quick["1*recorded"].seconds == pytest.approx(2 * quick["1*fast"].seconds, rel=0.02)
+    assert quick["1xrecorded"].time_s == pytest.approx(2 * quick["1xfast"].time_s, rel=0.02)
 
 
 def test_a_small_machine_spills_and_is_said_to():
@@ -83,6 +111,6 @@ def test_machines_that_do_not_fit_come_last():
 
 
 def test_the_same_trace_gives_the_same_predictions():
-    first, second = (predictions("2*slow") for _ in range(2))
-    assert first.rows[0].seconds == second.rows[0].seconds
+    first, second = (predictions("2xslow") for _ in range(2))
+    assert first.rows[0].time_s == second.rows[0].time_s
     assert first.rows[0].changes == second.rows[0].changes

@@ -143,6 +143,18 @@ def test_shards_that_have_no_room_go_to_disk():
     workers = tuple(replace(one, memory_nbytes=64 * MIB) for one in machine.workers)
     tight = replace(machine, workers=workers, disk_nbytes_per_s=1024.0 * MIB)
     result = simulate(shuffled(8, 64 * MIB), tight, validate=True)
-    # Each worker receives 32 MiB, and has room for 0.3 of 64 MiB.
+    # Each worker receives 32 MiB, and has room for 0.3 of 64 MiB. Its outputs fit.
     for worker in range(2):
-        assert result.spilled_nbytes[address(worker)] >= 12 * MIB
+        assert result.spilled_nbytes[address(worker)] == pytest.approx((32 - 0.3 * 64) * MIB, abs=9)
+
+
+def test_senders_begin_with_different_owners():
+    # With addresses in the order of their texts, hosts 10 and 11 would begin with host 0.
+    result = simulate(shuffled(12, 12 * 12 * MIB), flat(12))
+    first = {}
+    for one in sorted((one for one in result.transfers if one.nbytes), key=lambda one: one.stop_s):
+        first.setdefault(one.source, []).append(one.target)
+    starts = {source: targets[:4] for source, targets in first.items()}
+    assert starts[address(0)][0] == address(1)
+    assert starts[address(10)][0] == address(11)
+    assert starts[address(11)][0] == address(0)

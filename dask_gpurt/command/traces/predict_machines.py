@@ -18,20 +18,15 @@ from dask_gpurt.predict.recorded_program import recorded_program
 from dask_gpurt.tracing import files
 
 #: Machines to predict if the user names none: those of the trace, and more of them.
-BY_DEFAULT = ("1*recorded", "2*recorded", "4*recorded")
+BY_DEFAULT = ("1xrecorded", "2xrecorded", "4xrecorded")
 #: Longest file of machines that is read.
 _MOST_NBYTES = 1 << 20
 
 
 def show(
     path: Path, wanted: Sequence[str], machines: Path | None, speed: float, as_json: bool
-) -> int:
+) -> None:
     """Predict the program in a trace, and print a table or JSON.
-
-    Returns
-    -------
-    int
-        0.
 
     Raises
     ------
@@ -39,6 +34,8 @@ def show(
         The trace cannot be read.
     PredictionError
         The trace has no task, a machine is unknown, or the file of machines cannot be used.
+    SimulationError
+        The program cannot be simulated on the machines of the trace.
     """
     recorded = recorded_program(files.read(path), path.name)
     text = "" if machines is None else _read(machines)
@@ -59,7 +56,6 @@ def show(
         print(to_json(as_dict(found)))
     else:
         print(as_text(found, recorded, terminal_width()))
-    return 0
 
 
 def _read(path: Path) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dask_gpurt.command.layout import table, wrapped
+from dask_gpurt.predict.catalogue import RECORDED
 from dask_gpurt.predict.prediction import MAX_ERROR, Prediction, Predictions
 from dask_gpurt.predict.recorded_program import RecordedProgram
 from dask_gpurt.tracing.amounts import count_text, nbytes_text, seconds_text, share_text
@@ -54,14 +55,18 @@ def _cells(row: Prediction) -> tuple[str, ...]:
     return (
         row.group.name,
         f"{row.n_workers}x{row.nthreads}",
-        seconds_text(row.seconds),
-        f"{row.low_s:.3g}-{row.high_s:.3g} s",
-        "price unknown" if row.usd is None else f"{row.usd:.2g} USD",
+        seconds_text(row.time_s),
+        f"{seconds_text(row.low_s)} - {seconds_text(row.high_s)}",
+        "price unknown" if row.usd is None else _usd_text(row.usd),
         share_text(row.busy_share),
         nbytes_text(row.moved_nbytes),
         nbytes_text(row.spilled_nbytes),
         helps,
     )
+
+
+def _usd_text(usd: float) -> str:
+    return f"{usd:,.2f} USD" if usd >= 1 else f"{usd:.2g} USD"
 
 
 def _notes(found: Predictions) -> list[str]:
@@ -71,17 +76,17 @@ def _notes(found: Predictions) -> list[str]:
             f"The model is {abs(found.error):.0%} off on the recorded machines. Take these times as"
             " guesses. A longer program, on a machine that does nothing else, is predicted better."
         )
-    if any(row.group.machine.name != "recorded" for row in found.rows):
+    if any(row.group.machine.name != RECORDED for row in found.rows):
         times = "" if found.speed == 1 else f"{found.speed:g} times "
         notes.append(
-            f"Threads of other machines are taken to be {times}as fast as the recorded ones:"
-            " --speed."
+            f"Threads of other machines are taken to be {times}as fast as the recorded ones."
+            " Change this with --speed."
         )
     slow = [row.group.name for row in found.rows if row.scheduler_share > _BUSY_SCHEDULER]
     if slow:
         notes.append(
-            f"On {', '.join(slow)}, the scheduler alone would work most of this time, which is not"
-            " in it: use larger partitions."
+            f"On {', '.join(slow)}, the scheduler needs more than half of this time for its own"
+            " work. The prediction leaves that out. Use larger partitions."
         )
     priced = [row.group.machine.priced for row in found.rows if row.usd is not None]
     if priced:
@@ -90,8 +95,8 @@ def _notes(found: Predictions) -> list[str]:
         notes.append(f"Costs are for the predicted time alone, at prices{since}.")
     if any(row.changes for row in found.rows):
         notes.append(
-            'The last column says which resource would help: with "2x network 0.7x", twice the'
-            " network takes 0.7 times as long."
+            'The last column says which resource would help. "2x network 0.7x": with twice the'
+            " bandwidth, the program would take 0.7 of the time."
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""Simulations with the placement that the flag turns on."""
+"""Simulations with a placement policy of `gpurt.placement.policy`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from dask_gpurt.simulate.result import Result
 def simulate_placed(
     policy: Literal["auto", "data-aware", "stock"], program: ProgramModel, machine: ClusterModel
 ) -> Result:
-    """Simulate a program with a policy of `gpurt.placement.policy`.
-
-    Placement knows the topology of the machine, if there is one. The machine says whether a person
-    wrote it.
-    """
+    """Simulate a program with a placement policy, which knows the topology if there is one."""
 
     def install(scheduler: Scheduler) -> None:
         if policy != "stock":

@@ -87,7 +87,9 @@ class ModelledExchange:
             self._place_outputs()
         sender = self._senders.get(source.address)
         if sender is None:
-            sender = self._senders[source.address] = _Sender(source, self._send_message)
+            sender = self._senders[source.address] = _Sender(
+                source, self._others(source.address), self._send_message
+            )
         for owner, share in self._shares.items():
             nbytes = self._part_nbytes * share
             if owner == source.address:
@@ -95,6 +97,12 @@ class ModelledExchange:
             elif nbytes:
                 sender.add(owner, nbytes)
         sender.go_on(done)
+
+    def _others(self, source: str) -> list[str]:
+        """Return the other workers, beginning with the one after the source."""
+        addresses = list(self._shared.workers)
+        position = addresses.index(source)
+        return addresses[position + 1 :] + addresses[:position]
 
     def _send_message(
         self, source: str, owner: str, nbytes: float, done: Callable[[], None]
@@ -145,10 +153,12 @@ class _Sender:
     def __init__(
         self,
         source: ModelledWorker,
+        turns: list[str],
         send: Callable[[str, str, float, Callable[[], None]], None],
     ) -> None:
         self._source = source.address
         self._send = send
+        self._turns = turns
         self._limit_nbytes = max(MAX_WAITING_NBYTES, MAX_WAITING_SHARE * source.memory_nbytes)
         #: Bytes to send to each owner, in the order of turns.
         self._queued: dict[str, float] = {}
@@ -165,10 +175,9 @@ class _Sender:
     def go_on(self, done: Callable[[], None]) -> None:
         """Send, and call `done` when few enough bytes wait."""
         if self._queued and not self._active:
-            # The next worker comes first, then those after it.
-            after = [owner for owner in self._queued if owner > self._source]
-            first = dict.fromkeys(after) | self._queued
-            self._queued = {owner: self._queued[owner] for owner in first}
+            self._queued = {
+                owner: self._queued[owner] for owner in self._turns if owner in self._queued
+            }
         self._held_back.append(done)
         self._fill()
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dask.typing import Key
 
@@ -46,9 +46,6 @@ from dask_gpurt.simulate.memory_and_disk import MemoryAndDisk
 from dask_gpurt.simulate.modelled_memory import ModelledMemory
 from dask_gpurt.simulate.result import TaskRun, TransferRun
 from dask_gpurt.simulate.workload import StableStr
-
-if TYPE_CHECKING:
-    pass
 
 #: Smallest transfer that counts in measured bandwidths, as in distributed.
 MEASURED_NBYTES = 1_000_000
