@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.catalogue import MachineGroup
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
 from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork, WorkerModel
@@ -20,6 +21,8 @@ LOCAL_LATENCY_S, NETWORK_LATENCY_S = 50e-6, 200e-6
 NET_OF_OVERHEAD = 0.95
 #: Inside of a host, only the links of workers limit.
 _UNLIMITED = 1e15
+#: Most workers of a cluster. A simulation takes minutes for so many.
+MAX_WORKERS = 2_000
 #: Memory of a worker of which nothing is known.
 _PLENTY_NBYTES = 2**50
 
@@ -45,14 +48,24 @@ def cluster_of(
         Speed of a thread, as a multiple of a recorded one.
     network, disk, memory
         Factors for the machines' own: for questions such as "with twice the network?".
+
+    Raises
+    ------
+    PredictionError
+        They would have more than `MAX_WORKERS` workers.
     """
     machine = group.machine
     nthreads = min(recorded.nthreads, machine.threads)
     each = max(machine.threads // nthreads, 1)
+    if each * group.count > MAX_WORKERS:
+        raise PredictionError(
+            f"{group.name} would be {each * group.count:,} workers; a prediction takes at most"
+            f" {MAX_WORKERS:,}"
+        )
     return _cluster(
         group.name,
         [[nthreads] * each] * group.count,
-        int(machine.memory_nbytes * memory) // each,
+        max(int(machine.memory_nbytes * memory) // each, 1) if machine.memory_nbytes else 0,
         recorded,
         speed=speed,
         network_nbytes_per_s=machine.network_nbytes_per_s * network,

@@ -51,7 +51,7 @@ class Prediction:
     usd
         Cost of the median; None if the price is unknown.
     busy_share
-        Share of the threads' time that tasks took, with their waits for memory, disks and shuffles.
+        Share of the threads' time in which tasks computed.
     moved_nbytes, spilled_nbytes
         Bytes sent between machines, and written to disks.
     short_nbytes
@@ -135,7 +135,7 @@ def predict(
     Raises
     ------
     PredictionError
-        A machine is unknown.
+        A machine is unknown, or there would be too many workers.
     SimulationError
         The program cannot be simulated on the machines of the trace.
     """
@@ -173,7 +173,8 @@ def predict(
             better = cluster_of(group, recorded.cluster, **factors)
             (changed,) = run(better, programs[:1])
             changes.append(Change(name, changed.makespan_s / results[0].makespan_s))
-        rows.append(_row(model, group, results, error, changes))
+        work_s = sum(task.duration_s for task in programs[0].workload.tasks) / own_speed
+        rows.append(_row(model, group, results, error, changes, work_s))
     rows.sort(key=lambda row: (not row.fits, row.time_s))
     return Predictions(
         recorded.program.workload.name,
@@ -201,6 +202,7 @@ def _row(
     results: Sequence[Result],
     error: float,
     changes: Sequence[Change],
+    work_s: float,
 ) -> Prediction:
     seconds = [one.makespan_s for one in results]
     middle = sorted(results, key=lambda one: one.makespan_s)[len(results) // 2]
@@ -216,7 +218,7 @@ def _row(
         min(seconds) * max(1 - error, 0.0),
         max(seconds) * (1 + error),
         None if usd is None else usd * group.count * middle.makespan_s / 3600,
-        sum(middle.busy_s.values()) / (threads * middle.makespan_s) if middle.makespan_s else 0.0,
+        work_s / (threads * middle.makespan_s) if middle.makespan_s else 0.0,
         _between_hosts(middle),
         sum(middle.spilled_nbytes.values()),
         max(0, *(needed - limits[address] for address, needed in middle.needed_nbytes.items())),

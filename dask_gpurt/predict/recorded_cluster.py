@@ -83,11 +83,12 @@ def recorded_cluster(columns: Columns) -> RecordedCluster:
     """Return the cluster of a trace."""
     places, tasks = columns.places, columns.tasks
     workers: dict[str, tuple[int, ...]] = {}
-    for i in places.workers:
+    for i in _most_at_once(columns):
         host = places.hosts[i]
         workers[host] = (*workers.get(host, ()), max(columns.n_threads(i), 1))
     limits = columns.trace.about.get(MEMORY_LIMITS)
-    known = [int(one) for one in limits.values() if one] if isinstance(limits, dict) else []
+    values = limits.values() if isinstance(limits, dict) else ()
+    known = [one for one in values if type(one) is int and one > 0]
     between = [link.bandwidth for link in columns.trace.links if link.bandwidth > 0]
     waits_s = tasks.known_s - tasks.end_s
     control_s = float(np.median(waits_s)) if len(waits_s) else MIN_CONTROL_S
@@ -101,6 +102,20 @@ def recorded_cluster(columns: Columns) -> RecordedCluster:
         _startup_s(columns),
         _disk_rate(columns) or DISK_NBYTES_PER_S,
     )
+
+
+def _most_at_once(columns: Columns) -> list[int]:
+    """Return the workers at the moment when most were there. Others replaced them, or came late."""
+    lives = {i: columns.life_s(i) for i in columns.places.workers}
+    # The number only grows when a worker joins.
+    moments = dict.fromkeys(joined_s for joined_s, _ in lives.values())
+    there = ([i for i, life_s in lives.items() if _is_there(life_s, at_s)] for at_s in moments)
+    return max(there, key=len, default=[])
+
+
+def _is_there(life_s: tuple[float, float], at_s: float) -> bool:
+    joined_s, left_s = life_s
+    return joined_s == at_s or joined_s < at_s < left_s
 
 
 def _turnaround_s(columns: Columns) -> float:

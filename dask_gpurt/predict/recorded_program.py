@@ -74,11 +74,7 @@ def recorded_program(trace: Trace, name: str) -> RecordedProgram:
     n = len(columns.tasks)
     if not n:
         raise PredictionError(f"{name} has no task, so there is nothing to predict")
-    index = columns.tasks.index
-    needs = [
-        tuple(dict.fromkeys(index[one] for one in needed if one in index and index[one] != i))
-        for i, needed in enumerate(columns.tasks.needs)
-    ]
+    needs = _needs(columns)
     batches = _batches(columns, needs)
     batch_of = {task: number for number, batch in enumerate(batches) for task in batch.tasks}
     ranked = _ranked(columns, needs, batches, batch_of)
@@ -100,7 +96,7 @@ def recorded_program(trace: Trace, name: str) -> RecordedProgram:
     program = ProgramModel(
         Workload(name, tasks, wanted),
         submissions,
-        _exchanges(columns, needs, position),
+        _exchanges(columns, needs, position, batch_of),
     )
     began_s = batches[0].at_s
     ended_s = float(columns.tasks.known_s.max())
@@ -119,14 +115,33 @@ def _policy(trace: Trace) -> Policy:
     return next((policy for policy in known if policy == asked), "stock")
 
 
+def _needs(columns: Columns) -> list[tuple[int, ...]]:
+    """Return the inputs of each task that the trace has, and that were known before it."""
+    tasks = columns.tasks
+    rank = np.empty(len(tasks), np.int64)
+    rank[np.argsort(tasks.known_s, kind="stable")] = np.arange(len(tasks))
+    found = []
+    for i, needed in enumerate(tasks.needs):
+        inputs = dict.fromkeys(tasks.index[one] for one in needed if one in tasks.index)
+        found.append(tuple(one for one in inputs if rank[one] < rank[i]))
+    return found
+
+
 def _batches(columns: Columns, needs: list[tuple[int, ...]]) -> list[_Batch]:
     """Return the submissions, in order of time."""
     tasks = columns.tasks
     submitted_s: dict[int, float] = {}
-    for i, needed in enumerate(needs):
-        inputs_s = max((float(tasks.known_s[one]) for one in needed), default=-np.inf)
-        if tasks.ready_s[i] - inputs_s > SOON_S:
-            submitted_s[i] = float(tasks.ready_s[i])
+    # The scheduler needs time for an input with many dependents: it makes one after another ready.
+    latest_s: dict[int, float] = {}
+    for i in np.argsort(tasks.ready_s, kind="stable").tolist():
+        ready_s = float(tasks.ready_s[i])
+        before_s = max(
+            (latest_s.get(one, float(tasks.known_s[one])) for one in needs[i]), default=-np.inf
+        )
+        if ready_s - before_s > SOON_S:
+            submitted_s[i] = ready_s
+        else:
+            latest_s |= dict.fromkeys(needs[i], ready_s)
     by_time = sorted(submitted_s, key=submitted_s.__getitem__)
     starts: list[float] = []
     number_of: dict[int, int] = {}
@@ -136,7 +151,7 @@ def _batches(columns: Columns, needs: list[tuple[int, ...]]) -> list[_Batch]:
             starts.append(submitted_s[i])
         last_s = submitted_s[i]
         number_of[i] = len(starts) - 1
-    # Tasks of a trace begin after their inputs are known, so that order visits inputs first.
+    # This order visits inputs first.
     members: list[list[int]] = [[] for _ in starts]
     for i in np.argsort(tasks.known_s, kind="stable").tolist():
         of_inputs = max((number_of.get(one, 0) for one in needs[i]), default=0)
@@ -196,16 +211,24 @@ def _submissions(
     for i, needed in enumerate(needs):
         for one in needed:
             (used_inside if batch_of[one] == batch_of[i] else used_later).add(one)
-    found = []
+    by_end = sorted(range(len(batches)), key=lambda number: batches[number].known_s)
+    n_ended = 0
+    found: list[Submission] = []
     for number, batch in enumerate(batches):
-        before = [other for other in range(number) if batches[other].known_s <= batch.at_s]
-        last_s = max((batches[other].known_s for other in before), default=batches[0].at_s)
+        first = n_ended
+        while n_ended < len(by_end) and batches[by_end[n_ended]].known_s <= batch.at_s:
+            n_ended += 1
+        # Those that ended before the previous submission are waited for there.
+        ended = by_end[first:n_ended]
+        last_s = max(
+            (batches[other].known_s for other in ended), default=batches[max(number - 1, 0)].at_s
+        )
         wanted = [one for one in batch.tasks if one in used_later or one not in used_inside]
         found.append(
             Submission(
                 tuple(position[one] for one in batch.tasks),
                 tuple(position[one] for one in wanted),
-                tuple(before),
+                tuple(sorted(ended)),
                 max(batch.at_s - last_s, 0.0),
             )
         )
@@ -222,9 +245,15 @@ def _idle_s(batches: list[_Batch], began_s: float) -> float:
 
 
 def _exchanges(
-    columns: Columns, needs: list[tuple[int, ...]], position: dict[int, int]
+    columns: Columns,
+    needs: list[tuple[int, ...]],
+    position: dict[int, int],
+    batch_of: dict[int, int],
 ) -> tuple[ExchangeModel, ...]:
-    """Return the shuffles: each barrier with the tasks before and after it."""
+    """Return the shuffles: each barrier with the tasks before and after it.
+
+    A shuffle whose tasks seem to be of several graphs is in part in the trace, and left out.
+    """
     tasks = columns.tasks
     prefixes = [tasks.prefixes[one] for one in tasks.prefix.tolist()]
     barriers = [i for i, prefix in enumerate(prefixes) if prefix == BARRIER]
@@ -237,6 +266,8 @@ def _exchanges(
     found = []
     for barrier in barriers:
         if not outputs[barrier] or not needs[barrier]:
+            continue
+        if len({batch_of[one] for one in (barrier, *needs[barrier], *outputs[barrier])}) > 1:
             continue
         nbytes = max((sent.get(one, 0.0) for one in needs[barrier]), default=0.0)
         if not nbytes:

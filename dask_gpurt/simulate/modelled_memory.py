@@ -28,8 +28,9 @@ class ModelledMemory:
 
     Attributes
     ----------
-    peak_nbytes
-        The most that was in memory at once, with the inputs and outputs of running tasks.
+    needed_nbytes
+        The most that had to be in memory at once: inputs and outputs of running tasks, results that
+        are being sent, and shards. Everything else could be on disk.
     written_nbytes, read_nbytes
         Bytes that went to disk, and that came back.
     """
@@ -46,7 +47,8 @@ class ModelledMemory:
         self._reserved_nbytes = 0
         self._shards_nbytes = 0.0
         self._shards_on_disk_nbytes = 0.0
-        self.peak_nbytes = 0
+        self._in_use_nbytes = 0
+        self.needed_nbytes = 0
         self.written_nbytes = 0
         self.read_nbytes = 0
 
@@ -79,27 +81,35 @@ class ModelledMemory:
             return
         self._held[key] = nbytes
         self._held_nbytes += nbytes
-        self._note_peak()
+        if key in self._users:
+            self._in_use_nbytes += nbytes
+        self._note_need()
 
     def drop(self, key: Hashable) -> None:
         """Forget a result."""
-        self._held_nbytes -= self._held.pop(key, 0)
+        nbytes = self._held.pop(key, 0)
+        self._held_nbytes -= nbytes
+        if key in self._users:
+            self._in_use_nbytes -= nbytes
         self._writing_nbytes -= self._writing.pop(key, 0)
         self._on_disk.pop(key, None)
 
     def reserve(self, nbytes: int) -> None:
         """Count the output of a task that runs; a negative number ends that."""
         self._reserved_nbytes += nbytes
-        self._note_peak()
+        self._note_need()
 
     def use(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
         """Keep results in memory, and return those that have to be read first."""
         to_read = []
         for key in keys:
+            if key not in self._users:
+                self._in_use_nbytes += self._held.get(key, 0)
             self._users[key] += 1
             if key in self._on_disk:
                 to_read.append((key, self._read(key)))
             self._writing_nbytes -= self._writing.pop(key, 0)
+        self._note_need()
         return to_read
 
     def read_ahead(self, keys: Iterable[Hashable]) -> list[tuple[Hashable, int]]:
@@ -126,6 +136,7 @@ class ModelledMemory:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]
+                self._in_use_nbytes -= self._held.get(key, 0)
 
     def to_write(
         self, wanted_nbytes: int = 0, inputs: Collection[Hashable] = ()
@@ -175,7 +186,7 @@ class ModelledMemory:
         self._shards_nbytes += nbytes - excess
         self._shards_on_disk_nbytes += excess
         self.written_nbytes += int(excess)
-        self._note_peak()
+        self._note_need()
         return excess
 
     def give_shards(self, nbytes: float) -> float:
@@ -190,5 +201,6 @@ class ModelledMemory:
         self.read_nbytes += int(from_disk)
         return from_disk
 
-    def _note_peak(self) -> None:
-        self.peak_nbytes = max(self.peak_nbytes, self.used_nbytes)
+    def _note_need(self) -> None:
+        needed = self._in_use_nbytes + self._reserved_nbytes + int(self._shards_nbytes)
+        self.needed_nbytes = max(self.needed_nbytes, needed)

@@ -49,9 +49,9 @@ class Submission:
         Positions of the results that the client holds.
     after
         Numbers of earlier submissions whose results the client has before it submits this one.
+        Those of the previous submission are implied.
     pause_s
-        Seconds of the client between the last of these results and the submission. Without
-        `after`, seconds since the start.
+        Seconds of the client since the last of these results, or since the previous submission.
     """
 
     tasks: tuple[int, ...]

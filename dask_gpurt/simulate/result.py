@@ -73,8 +73,9 @@ class Result:
     spilled_nbytes
         Bytes that each worker wrote to disk; empty on machines without disks.
     needed_nbytes
-        The most that each worker had in memory at once, with inputs and outputs of running tasks;
-        empty on machines without disks. More than its memory means that it would not fit.
+        The most that each worker had to have in memory at once: inputs and outputs of running
+        tasks, and shards. Empty on machines without disks. If it is more than the worker's memory,
+        the program does not fit.
     """
 
     makespan_s: float

@@ -147,6 +147,18 @@ def test_workers_of_a_machine_share_its_network_alone():
     assert route(first, far).latency_s == pytest.approx(NETWORK_LATENCY_S)
 
 
+def test_little_memory_is_not_unlimited():
+    model = cluster_of(
+        catalogue("tiny: {threads: 16, memory: 4 B, network: 1 GB/s}").group("tiny"), TRACED
+    )
+    assert {one.memory_nbytes for one in model.workers} == {1}
+
+
+def test_too_many_workers_are_refused():
+    with pytest.raises(PredictionError, match=r"10000xm7i\.8xlarge would be 160,000 workers"):
+        cluster_of(catalogue().group("10000xm7i.8xlarge"), TRACED)
+
+
 def test_a_worker_can_use_all_of_a_fast_network():
     known = catalogue("quick: {threads: 2, memory: 8 GiB, network: 200 Gb/s}")
     model = cluster_of(known.group("2xquick"), TRACED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.recorded_cluster import DISK_NBYTES_PER_S
 from dask_gpurt.predict.recorded_program import recorded_program
-from dask_gpurt.tracing.events import LaneWork, LinkFacts
+from dask_gpurt.tracing.events import MEMORY_LIMITS, LaneWork, LinkFacts
 from dask_gpurt.tracing.lane_names import PHASE, SEND
 from tests.predict.traces import MIB, ran, trace
 
@@ -73,10 +75,23 @@ def test_graphs_of_two_clients_run_beside_each_other():
 
 def shuffle(*, n: int = 4, run: int = 7, way: str = "comm", nbytes: int = MIB):
     """Return the tasks and the work of a shuffle in which each worker sends one message."""
-    first = [ran(i, "shuffle-transfer", 1.0 + i, 1.5 + i, worker=1 + i % 2) for i in range(n)]
-    barrier = ran(n, "shuffle-barrier", 2.0 + n, 2.5 + n, *range(n))
+    first = [
+        ran(i, "shuffle-transfer", 1.0 + i, 1.5 + i, ready_s=0.99, worker=1 + i % 2)
+        for i in range(n)
+    ]
+    barrier = ran(n, "shuffle-barrier", 2.0 + n, 2.5 + n, *range(n), ready_s=0.503 + n)
+    # The scheduler makes one after another ready.
     last = [
-        ran(n + 1 + i, "p2pshuffle", 3.0 + n + i, 3.4 + n + i, n, nbytes=2 * MIB) for i in range(n)
+        ran(
+            n + 1 + i,
+            "p2pshuffle",
+            3.0 + n + i,
+            3.4 + n + i,
+            n,
+            ready_s=2.503 + n + 0.04 * i,
+            nbytes=2 * MIB,
+        )
+        for i in range(n)
     ]
     peers = "tcp://box:2", "tcp://box:1"
     work = [
@@ -93,6 +108,50 @@ def test_a_shuffle_has_the_bytes_of_its_messages():
     assert (len(exchange.transfers), len(exchange.outputs)) == (4, 4)
     # Two workers send half of the data to each other.
     assert exchange.nbytes == 4 * MIB
+
+
+def test_outputs_that_become_ready_late_belong_to_the_shuffle():
+    tasks, work = shuffle(n=8)
+    recorded = program_of(*tasks, work=work)
+    assert len(recorded.program.submissions) == 1
+    assert len(recorded.program.exchanges[0].outputs) == 8
+
+
+def test_a_shuffle_that_is_not_all_in_the_trace_is_left_out():
+    tasks, work = shuffle()
+    later = tasks[-1]._replace(ready_s=tasks[-1].ready_s + 1.0)
+    recorded = program_of(*tasks[:-1], later, work=work)
+    assert len(recorded.program.submissions) == 2
+    assert recorded.program.exchanges == ()
+
+
+def test_inputs_of_a_damaged_trace_make_no_circle():
+    recorded = program_of(ran(1, "a", 1.0, 1.5, 2), ran(2, "b", 1.6, 2.0, 1, 2, 99))
+    first, second = recorded.program.workload.tasks
+    assert (first.dependencies, second.dependencies) == ((), (0,))
+
+
+def test_each_submission_waits_for_new_results_only():
+    steps = [ran(i, "step", 1.0 + i, 1.5 + i, ready_s=0.99 + i) for i in range(5)]
+    submissions = program_of(*steps).program.submissions
+    assert [one.after for one in submissions] == [(), (0,), (1,), (2,), (3,)]
+    assert submissions[3].pause_s == pytest.approx(3.99 - 3.502)
+
+
+def test_a_worker_and_its_replacement_count_once():
+    found = trace(ran(1, "load", 1.0, 9.0), hosts=("box", "box", "box", "shed"))
+    processes = list(found.processes)
+    processes[2] = replace(processes[2], left_s=3.0)
+    processes[3] = replace(processes[3], joined_s=3.5)
+    found.processes = processes
+    assert recorded_program(found, "test").cluster.workers == {"box": (1, 1), "shed": (1,)}
+
+
+@pytest.mark.parametrize("limits", [{"a": "x"}, {"a": [1]}, [1], {"a": -5}, {"a": True}])
+def test_odd_memory_limits_count_as_unknown(limits):
+    found = trace(ran(1, "load", 1.0, 1.5))
+    found.about = {MEMORY_LIMITS: limits}
+    assert recorded_program(found, "test").cluster.memory_nbytes == 0
 
 
 def test_compressed_messages_count_with_their_bytes_on_the_link():

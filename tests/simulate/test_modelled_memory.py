@@ -15,7 +15,7 @@ def test_results_below_the_target_stay():
     full = memory()
     full.put("a", 600)
     assert full.to_write() == []
-    assert full.used_nbytes == full.peak_nbytes == 600
+    assert (full.used_nbytes, full.needed_nbytes) == (600, 0)
 
 
 def test_the_result_that_is_needed_last_is_written_first():
@@ -87,7 +87,26 @@ def test_a_task_needs_room_for_its_output_and_inputs_on_disk():
     full.reserve(400)
     assert full.has_room(300, ["late"]) and not full.has_room(301, ["late"])
     full.reserve(-400)
-    assert (full.used_nbytes, full.peak_nbytes) == (0, 400)
+    assert (full.used_nbytes, full.needed_nbytes) == (0, 400)
+
+
+def test_results_in_use_are_needed_and_others_are_not():
+    full = memory(soon=1, late=9)
+    for key in ("soon", "late"):
+        full.put(key, 400)
+    full.use(["soon", "late"])
+    full.use(["soon"])
+    assert full.needed_nbytes == 800
+    full.unuse(["soon", "late"])
+    full.reserve(300)  # beside the one that is still in use
+    assert full.needed_nbytes == 800
+    full.reserve(200)
+    assert full.needed_nbytes == 900
+    full.drop("soon")
+    full.unuse(["soon"])
+    full.put("more", 400)
+    full.use(["more"])
+    assert full.needed_nbytes == 900
 
 
 def test_shards_beyond_their_share_go_to_disk_and_come_back():

@@ -91,6 +91,29 @@ def test_graphs_that_wait_for_nothing_run_at_once():
     assert result.makespan_s == 0.5 + 3 * CONTROL_S
 
 
+def test_a_graph_does_not_overtake_the_one_that_it_needs():
+    # The second is submitted 2 s after the first begins, and the third at once after the first.
+    model = workload(
+        task("a-0", s=0.5), task("b-0", s=0.5), task("c-0", 1, s=0.5), wanted=(0, 1, 2)
+    )
+    program = ProgramModel(
+        model,
+        (
+            Submission((0,), (0,)),
+            Submission((1,), (1,), (), 2.0),
+            Submission((2,), (2,), (0,)),
+        ),
+    )
+    result = simulate(program, flat(2), validate=True)
+    assert [run.key for run in result.tasks] == ["a-0", "b-0", "c-0"]
+
+
+def test_a_client_may_pause_for_long():
+    model = workload(task("a-0", s=0.5), task("b-0", s=0.5), wanted=(0, 1))
+    program = ProgramModel(model, (Submission((0,), (0,)), Submission((1,), (1,), (0,), 5000.0)))
+    assert simulate(program, flat(1)).makespan_s == pytest.approx(5001.0, abs=0.01)
+
+
 def chunks(n: int, nbytes: int) -> ProgramModel:
     """Return chunks that are all made before any of them is read."""
     made = [task(f"('make-0', {i})", s=1, nbytes=nbytes, source=True) for i in range(n)]

@@ -185,6 +185,7 @@ class _Simulation:
         self._validate = validate
         self._cost = SchedulerCost()
         self._steals = 0
+        self._n_pauses = 0
         self._uses = next_uses(workload)
         self._rank = {task.key: rank for rank, task in enumerate(workload.tasks)}
         self._shared = SharedState(
@@ -236,7 +237,13 @@ class _Simulation:
         """Submit each graph when the client has the results that it waits for."""
         program = self._program
         released = program.released_after()
+        submission_of = program.submission_of()
+        self._exchanges_of: dict[int, list[ExchangeModel]] = {}
+        for exchange in program.exchanges:
+            number = submission_of[exchange.barrier]
+            self._exchanges_of.setdefault(number, []).append(exchange)
         done: list[asyncio.Future[None]] = []
+        self._submitted = [self._loop.create_future() for _ in program.submissions]
         tasks = []
         for number, submission in enumerate(program.submissions):
             done.append(self._loop.create_future())
@@ -254,10 +261,15 @@ class _Simulation:
         number: int,
         released: list[int],
     ) -> None:
+        if number:
+            # A graph may need results of the one before, whose turn comes first.
+            await self._submitted[number - 1]
         for other in submission.after:
             await done[other]
         if submission.pause_s:
+            self._n_pauses += 1
             await asyncio.sleep(submission.pause_s)
+            self._n_pauses -= 1
         models = self._workload.tasks
         wanted = [models[position].key for position in submission.wanted]
         positions = [one for one in submission.tasks if models[one].key not in self._held]
@@ -266,9 +278,9 @@ class _Simulation:
         began = thread_time()
         await self._scheduler.take_graph(message, CLIENT)
         self._cost.graph_s += thread_time() - began
-        for exchange in self._program.exchanges:
-            if exchange.barrier in submission.tasks:
-                self._add_exchange(exchange)
+        for exchange in self._exchanges_of.get(number, ()):
+            self._add_exchange(exchange)
+        self._submitted[number].set_result(None)
         await arrived
         done[number].set_result(None)
         self._scheduler.client_releases_keys(
@@ -295,7 +307,7 @@ class _Simulation:
             peak_nbytes={a: worker.peak_nbytes for a, worker in shared.workers.items()},
             steals=self._steals,
             spilled_nbytes={a: worker.memory.written_nbytes for a, worker in limited.items()},
-            needed_nbytes={a: worker.memory.peak_nbytes for a, worker in limited.items()},
+            needed_nbytes={a: worker.memory.needed_nbytes for a, worker in limited.items()},
             cost=self._cost,
         )
 
@@ -403,7 +415,8 @@ class _Simulation:
         """Fail a computation that is stuck. Stealing and heartbeats would go on forever."""
         shared = self._shared
         now = self._cost.messages, len(shared.tasks), len(shared.moved)
-        busy = shared.transfers.rates() or any(w.executing() for w in shared.workers.values())
+        busy = self._n_pauses or shared.transfers.rates()
+        busy = busy or any(w.executing() for w in shared.workers.values())
         if now == before and not busy:
             raise SimulationError("the simulation is stuck: nothing happens, but it is not done")
         self._clock.call_later(STUCK_S, partial(self._check_for_stall, now))
