@@ -40,6 +40,7 @@ from dask_gpurt.predict.catalogue import Catalogue
 from dask_gpurt.predict.prediction import predict
 from dask_gpurt.predict.recorded_program import RecordedProgram, recorded_program
 from dask_gpurt.tracing import files
+from dask_gpurt.tracing.events import Trace
 
 #: Bytes per second of a waiting task: so few that two cores suffice for the rest of the work.
 RATE = 50e6
@@ -139,13 +140,18 @@ PROGRAMS: dict[str, Callable[[bool], Any]] = {
 }
 
 
-def traced(client: Client, name: str, wait: bool) -> RecordedProgram:
-    """Run a program with a trace, and return the trace as a program."""
+def trace_of(client: Client, name: str, wait: bool) -> Trace:
+    """Run a program, and return its trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json.gz"
         with ClusterTrace(client, path):
             client.compute(PROGRAMS[name](wait)).result()
-        return recorded_program(files.read(path), name)
+        return files.read(path)
+
+
+def traced(client: Client, name: str, wait: bool) -> RecordedProgram:
+    """Run a program with a trace, and return the trace as a program."""
+    return recorded_program(trace_of(client, name, wait), name)
 
 
 def warm(client: Client, name: str, wait: bool) -> None:
@@ -198,41 +204,13 @@ class Table:
         self.spilled: list[dict[str, Any]] = []
 
     def add(self, program: str, case: str, predicted_s: float, measured: list[float]) -> None:
-        measured_s = statistics.median(measured)
-        error = predicted_s / measured_s - 1
-        self.rows.append(
-            {
-                "program": program,
-                "case": case,
-                "predicted_s": predicted_s,
-                "measured_s": measured_s,
-                "error": error,
-            }
-        )
-        spread = f"{min(measured):.2f}-{max(measured):.2f}"
-        print(
-            f"{program:14} {case:22} predicted {predicted_s:6.2f} s"
-            f" measured {measured_s:6.2f} s ({spread}) error {error:+.0%}",
-            flush=True,
-        )
+        self.rows.append(_row(program, case, "s", predicted_s, measured))
+        print(_line(program, case, predicted_s, measured, "s"), flush=True)
 
-    def add_spilled(self, program: str, case: str, nbytes: float, measured: list[int]) -> None:
-        middle = statistics.median(measured)
-        error = nbytes / middle - 1
-        self.spilled.append(
-            {
-                "program": program,
-                "case": case,
-                "predicted_nbytes": nbytes,
-                "measured_nbytes": middle,
-                "error": error,
-            }
-        )
-        print(
-            f"{program:14} {case + ', spilled':22} predicted {nbytes / 1e9:6.2f} GB"
-            f" measured {middle / 1e9:6.2f} GB error {error:+.0%}",
-            flush=True,
-        )
+    def add_spilled(self, program: str, case: str, nbytes: float, measured: list[float]) -> None:
+        self.spilled.append(_row(program, case, "nbytes", nbytes, measured))
+        in_gb = [one / 1e9 for one in measured]
+        print(_line(program, f"{case}, spilled", nbytes / 1e9, in_gb, "GB"), flush=True)
 
     def close(self, path: str | None) -> None:
         errors = [abs(row["error"]) for row in self.rows]
@@ -240,6 +218,27 @@ class Table:
         if path:
             content = {"machine": machine(), "rows": self.rows, "spilled": self.spilled}
             pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _row(
+    program: str, case: str, unit: str, predicted: float, measured: list[float]
+) -> dict[str, Any]:
+    middle = statistics.median(measured)
+    return {
+        "program": program,
+        "case": case,
+        f"predicted_{unit}": predicted,
+        f"measured_{unit}": middle,
+        "error": predicted / middle - 1,
+    }
+
+
+def _line(program: str, case: str, predicted: float, measured: list[float], unit: str) -> str:
+    middle = statistics.median(measured)
+    return (
+        f"{program:14} {case:22} predicted {predicted:6.2f} {unit} measured {middle:6.2f} {unit}"
+        f" ({min(measured):.2f}-{max(measured):.2f}) error {predicted / middle - 1:+.0%}"
+    )
 
 
 def itself(names: list[str], repeats: int, wait: bool, table: Table) -> None:
@@ -274,7 +273,7 @@ def links(names: list[str], repeats: int, wait: bool, table: Table) -> None:
         recorded = recordings(client, names)
     for rate, network in (("800mbit", "100 MB/s"), ("100mbit", "12.5 MB/s")):
         text = f"other: {{threads: 1, memory: 8 GiB, network: {network}}}"
-        found = {name: predicted(one, "4*other", text)[0] for name, one in recorded.items()}
+        found = {name: predicted(one, "4xother", text)[0] for name, one in recorded.items()}
         with shaped(4, rate) as client:
             for name in names:
                 table.add(name, network, found[name], measured_s(client, name, True, repeats))
@@ -296,13 +295,9 @@ def memory(names: list[str], repeats: int, wait: bool, table: Table) -> None:
         table.add_spilled("centred", limit, spilled_nbytes, [nbytes for _, nbytes in runs])
 
 
-def spilling(client: Client) -> tuple[RecordedProgram, int]:
+def spilling(client: Client) -> tuple[RecordedProgram, float]:
     """Run `centred`, and return it with the bytes that went to disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "trace.json.gz"
-        with ClusterTrace(client, path):
-            client.compute(centred(True)).result()
-        trace = files.read(path)
+    trace = trace_of(client, centred.__name__, True)
     spilled = sum(work.nbytes for work in trace.work if work.path == "memory > disk")
     return recorded_program(trace, centred.__name__), spilled
 

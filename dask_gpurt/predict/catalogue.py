@@ -1,7 +1,7 @@
 """Machines that a prediction can ask for: those of `machines.yaml`, the user's, and the recorded.
 
-A machine has threads, memory, a network, a disk and a price. `clusters_of` puts workers on a number
-of equal machines, of the same size as the workers of the trace.
+A machine has threads, memory, a network, a disk and a price. `machine_network.cluster_of` puts
+workers on a number of equal machines, as large as the workers of the trace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.recorded_cluster import DISK_NBYTES_PER_S, RecordedCluster
 from dask_gpurt.topology.quantities import RATES, SIZES, amount
-from dask_gpurt.topology.yaml_tree import YamlSection, load
+from dask_gpurt.topology.yaml_tree import YamlSection, load, problem_text
 
 #: The name of the machines of the trace.
 RECORDED = "recorded"
@@ -138,8 +138,7 @@ def _machines(text: str, source: str) -> dict[str, MachineType]:
     try:
         tree = load(text)
     except yaml.YAMLError as error:
-        what = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise PredictionError(f"{source} is not YAML: {what:.200}") from None
+        raise PredictionError(f"{source} is not YAML: {problem_text(error)}") from None
     if not isinstance(tree, YamlSection):
         raise PredictionError(f"{source} has no machines: it may be a section for each of them")
     return {name: _machine(name, section, source) for name, section in tree.items()}

@@ -13,6 +13,7 @@ from dask_gpurt.errors import PredictionError
 from dask_gpurt.predict.catalogue import MachineGroup
 from dask_gpurt.predict.recorded_cluster import RecordedCluster
 from dask_gpurt.simulate.cluster_model import ClusterModel, TopologyNetwork, WorkerModel
+from dask_gpurt.simulate.example_clusters import host_address
 from dask_gpurt.topology.model import Host, Link, Nic, Numa, Topology
 
 #: Seconds of a message until its first byte arrives: within a host, and between hosts.
@@ -100,7 +101,7 @@ def _cluster(
     disk_nbytes_per_s: float,
 ) -> ClusterModel:
     """Return a cluster, given the threads of each worker of each host."""
-    addresses = [f"10.{n >> 16 & 255}.{n >> 8 & 255}.{n & 255}" for n in range(len(threads))]
+    addresses = [host_address(number) for number in range(len(threads))]
     workers = tuple(
         WorkerModel(
             f"tcp://{address}:{40000 + number}",

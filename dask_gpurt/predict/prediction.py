@@ -107,7 +107,7 @@ class Predictions:
     @property
     def error(self) -> float:
         """Error of the simulation of the recorded cluster, as a share of the measured time."""
-        return self.simulated_s / self.measured_s - 1 if self.measured_s else 0.0
+        return _error(self.simulated_s, self.measured_s)
 
 
 def predict(
@@ -151,7 +151,8 @@ def predict(
         return results
 
     simulated_s = _median(run(traced_cluster(recorded.cluster), programs))
-    error = abs(simulated_s / recorded.measured_s - 1) if recorded.measured_s else 0.0
+    error = abs(_error(simulated_s, recorded.measured_s))
+    recorded_work_s = sum(task.duration_s for task in recorded.program.workload.tasks)
     rows = []
     for group in groups:
         own_speed = 1.0 if group.machine.name == RECORDED else speed
@@ -166,14 +167,14 @@ def predict(
             )
             continue
         changes = []
-        for name in _worth_asking(results, group):
+        for name in _worth_asking(results[0]):
             factors = {"speed": own_speed}
             factors[name] = factors.get(name, 1.0) * 2
             # One is enough: it has the same durations as the first of the results.
             better = cluster_of(group, recorded.cluster, **factors)
             (changed,) = run(better, programs[:1])
             changes.append(Change(name, changed.makespan_s / results[0].makespan_s))
-        work_s = sum(task.duration_s for task in programs[0].workload.tasks) / own_speed
+        work_s = recorded_work_s / own_speed
         rows.append(_row(model, group, results, error, changes, work_s))
     rows.sort(key=lambda row: (not row.fits, row.time_s))
     return Predictions(
@@ -186,12 +187,16 @@ def predict(
     )
 
 
-def _worth_asking(results: Sequence[Result], group: MachineGroup) -> list[str]:
-    """Return the resources that the simulations used at all."""
+def _error(simulated_s: float, measured_s: float) -> float:
+    return simulated_s / measured_s - 1 if measured_s else 0.0
+
+
+def _worth_asking(result: Result) -> list[str]:
+    """Return the resources that a simulation used at all."""
     names = ["speed"]
-    if group.count > 1 and _between_hosts(results[0]):
+    if _between_hosts(result):
         names.append("network")
-    if any(results[0].spilled_nbytes.values()):
+    if any(result.spilled_nbytes.values()):
         names += ["memory", "disk"]
     return names
 

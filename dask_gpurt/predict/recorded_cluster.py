@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dask_gpurt.tracing.events import MEMORY_LIMITS
-from dask_gpurt.tracing.report.busy_time import Column, Coverage
+from dask_gpurt.tracing.report.busy_time import Column, Coverage, busy_by_group
 from dask_gpurt.tracing.report.event_columns import Columns
 
 #: Bytes per second between workers of a host, where the trace has no large message: what workers
@@ -167,10 +167,9 @@ def _disk_rate(columns: Columns) -> float:
     if nbytes < ENOUGH_NBYTES:
         return 0.0
     hosts = np.array(columns.places.hosts)[work.process[is_disk]]
-    busy_s = 0.0
-    for host in np.unique(hosts):
-        here = hosts == host
-        busy_s += Coverage(work.start_s[is_disk][here], work.end_s[is_disk][here]).total_s
+    names, host = np.unique(hosts, return_inverse=True)
+    by_host_s = busy_by_group(host, work.start_s[is_disk], work.end_s[is_disk], len(names))
+    busy_s = float(by_host_s.sum())
     return nbytes / busy_s if busy_s else 0.0
 
 

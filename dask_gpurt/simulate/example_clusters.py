@@ -18,7 +18,8 @@ NVLINK_PORT = 300e9
 PCIE_PORT = 24e9
 
 
-def _address(number: int) -> str:
+def host_address(number: int) -> str:
+    """Return the address of a modelled host by its number."""
     return f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
 
 
@@ -56,7 +57,7 @@ def gpu_hosts(
                 ),
                 nics=(Nic("nic"),),
                 switches=("nvswitch", "pcie") if nvlink else ("pcie",),
-                addresses=(_address(number),),
+                addresses=(host_address(number),),
             )
         )
         for end in (*gpus, "nic", "numa0"):
@@ -110,7 +111,9 @@ def _hosts_without_gpus(workers_per_host: int, nics: Sequence[float]) -> Topolog
         name = f"host{number}"
         numa = tuple(Numa(f"numa{node}") for node in range(workers_per_host))
         models.append(
-            Host(name, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(_address(number),))
+            Host(
+                name, numa, nics=(Nic("nic"),), switches=("bus",), addresses=(host_address(number),)
+            )
         )
         for end in (*(node.name for node in numa), "nic"):
             links.append(Link(f"{name}/{end}", (f"{name}/{end}", f"{name}/bus"), "bus", 10e9, 1e-6))

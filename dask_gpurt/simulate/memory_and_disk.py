@@ -14,7 +14,7 @@ from dask_gpurt.simulate.transfers import Transfers
 
 
 class MemoryAndDisk:
-    """What a worker does to have its results and inputs in memory when tasks need them.
+    """Memory of one worker, whose results go to disk and come back when tasks need them.
 
     Parameters
     ----------

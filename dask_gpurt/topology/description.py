@@ -82,11 +82,7 @@ def parse(text: str, source: str = "topology") -> Topology:
     try:
         tree = yaml_tree.load(text)
     except yaml.YAMLError as error:
-        # PyYAML's text has several lines, with pieces of the file.
-        what = getattr(error, "problem", None) or " ".join(str(error).split())
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-        raise ConfigError(f"{source} is not YAML: {what:.200}{where}") from None
+        raise ConfigError(f"{source} is not YAML: {yaml_tree.problem_text(error)}") from None
     return _Reader(source).topology(tree)
 
 

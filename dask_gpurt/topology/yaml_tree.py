@@ -56,6 +56,14 @@ class SectionLoader(_Loader):  # type: ignore[misc]
 SectionLoader.add_constructor("tag:yaml.org,2002:map", SectionLoader.section)
 
 
+def problem_text(error: yaml.YAMLError) -> str:
+    """Return the problem and its place in one line. PyYAML's own text has pieces of the file."""
+    what = getattr(error, "problem", None) or " ".join(str(error).split())
+    mark = getattr(error, "problem_mark", None)
+    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return f"{what:.200}{where}"
+
+
 def load(text: str) -> Any:
     """Parse a text, with a `YamlSection` for each mapping.
 

@@ -46,15 +46,15 @@ def as_text(found: Predictions, recorded: RecordedProgram, width: int | None) ->
 
 
 def _cells(row: Prediction) -> tuple[str, ...]:
+    size = f"{row.n_workers}x{row.nthreads}"
     if row.problem:
-        size = f"{row.n_workers}x{row.nthreads}"
         return (row.group.name, size, *["-"] * (len(_HEAD) - 3), f"does not fit: {row.problem}")
     helps = ", ".join(f"2x {one.name} {one.ratio:.2f}x" for one in row.changes) or "-"
     if not row.fits:
         helps = f"does not fit: a worker lacks {nbytes_text(row.short_nbytes)}"
     return (
         row.group.name,
-        f"{row.n_workers}x{row.nthreads}",
+        size,
         seconds_text(row.time_s),
         f"{seconds_text(row.low_s)} - {seconds_text(row.high_s)}",
         "price unknown" if row.usd is None else _usd_text(row.usd),

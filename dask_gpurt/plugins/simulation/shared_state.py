@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,3 +93,8 @@ class SharedState:
     moved: list[TransferRun] = field(default_factory=list)
     link_nbytes: dict[str, int] = field(default_factory=dict)
     done: set[Key] = field(default_factory=set)
+
+    def count_on_links(self, links: Iterable[str], nbytes: int) -> None:
+        """Count bytes that have passed links."""
+        for link in links:
+            self.link_nbytes[link] = self.link_nbytes.get(link, 0) + nbytes

@@ -61,10 +61,11 @@ class ModelledExchange:
         self._part_nbytes = model.nbytes / max(len(model.transfers), 1)
         outputs = [tasks[one] for one in model.outputs]
         everything = sum(one.nbytes for one in outputs)
-        #: Bytes that each output reads. Larger outputs read more.
-        self._output_nbytes: dict[StableStr, float] = {
-            one.key: model.nbytes * (one.nbytes / everything if everything else 1 / len(outputs))
-            for one in outputs
+        self._nbytes = model.nbytes
+        #: The share of all bytes that each output reads, and that each owner gets. Larger outputs
+        #: read more.
+        self._output_shares: dict[StableStr, float] = {
+            one.key: one.nbytes / everything if everything else 1 / len(outputs) for one in outputs
         }
         self._shares: dict[str, float] = {}
         self._senders: dict[str, _Sender] = {}
@@ -74,10 +75,9 @@ class ModelledExchange:
         """Give each worker neighbouring outputs, as many as the others."""
         addresses = list(self._shared.workers)
         shares: defaultdict[str, float] = defaultdict(float)
-        everything = sum(self._output_nbytes.values())
-        for number, (key, nbytes) in enumerate(self._output_nbytes.items()):
-            owner = addresses[number * len(addresses) // len(self._output_nbytes)]
-            shares[owner] += nbytes / everything if everything else 0.0
+        for number, (key, share) in enumerate(self._output_shares.items()):
+            owner = addresses[number * len(addresses) // len(self._output_shares)]
+            shares[owner] += share
             self._restrict(key, owner)
         self._shares = shares
 
@@ -112,8 +112,7 @@ class ModelledExchange:
         route = shared.machine.network.route(source, owner)
 
         def sent() -> None:
-            for link in route.links:
-                shared.link_nbytes[link] = shared.link_nbytes.get(link, 0) + int(nbytes)
+            shared.count_on_links(route.links, int(nbytes))
             shared.clock.call_later(route.latency_s, arrived)
 
         def arrived() -> None:
@@ -140,7 +139,7 @@ class ModelledExchange:
 
     def output_nbytes(self, key: Key) -> float:
         """Return the bytes of the shards that an output reads."""
-        return self._output_nbytes[StableStr(str(key))]
+        return self._nbytes * self._output_shares[StableStr(str(key))]
 
 
 class _Sender:

@@ -320,8 +320,7 @@ class ModelledWorker:
         def sent() -> None:
             fetch.transfer = None
             self._outgoing -= 1
-            for link in route.links:
-                shared.link_nbytes[link] = shared.link_nbytes.get(link, 0) + nbytes
+            shared.count_on_links(route.links, nbytes)
             target._later(route.latency_s, lambda: target._received(number, data, nbytes))
 
         def read() -> None:
