@@ -6,6 +6,10 @@ recomputation covers only the transfers that a change can affect. It does not sp
 that its transfers cannot fill, even if each runs at the speed of its other links. Nor does it
 spread through a link whose transfers all share a narrower one.
 
+Among many transfers, a change waits a little for others. The wait is a small share of the time
+that its own transfer takes. So a recomputation serves many changes, and the cost of a transfer does
+not grow with the number of others.
+
 Not modelled: TCP slow start, protocol overhead, loss. A link has one capacity; the opposite
 direction is another link.
 """
@@ -20,6 +24,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dask_gpurt.simulate.clock import ClockEvent, VirtualClock
+
+#: With more transfers than this in progress, changes wait for others.
+MANY = 64
+#: The longest wait, as a share of the time of the transfer that started or ended.
+WAIT_SHARE = 0.03
 
 
 def fair_rates(
@@ -44,12 +53,17 @@ def fair_rates(
         Bytes per second of each flow, or of each of the flows that an entry represents.
     """
     members: dict[str, list[int]] = {}
+    unfrozen: dict[str, int] = {}
     for flow, links in flows.items():
+        weight = counts[flow] if counts is not None else 1
         for link in links:
-            members.setdefault(link, []).append(flow)
+            if link in members:
+                members[link].append(flow)
+                unfrozen[link] += weight
+            else:
+                members[link] = [flow]
+                unfrozen[link] = weight
     left = {link: capacities[link] for link in members}
-    weights = counts if counts is not None else dict.fromkeys(flows, 1)
-    unfrozen = {link: sum(weights[flow] for flow in on) for link, on in members.items()}
     # A link's share only grows while flows freeze. So an outdated heap entry is too low, and is
     # pushed again with the current share. The link's number breaks ties, so that names do not
     # matter.
@@ -69,7 +83,7 @@ def fair_rates(
             if flow in rates:
                 continue
             rates[flow] = share
-            weight = weights[flow]
+            weight = counts[flow] if counts is not None else 1
             for other in flows[flow]:
                 left[other] = max(left[other] - share * weight, 0.0)
                 unfrozen[other] -= weight
@@ -79,6 +93,7 @@ def fair_rates(
 @dataclass
 class _Transfer:
     links: Sequence[str]
+    nbytes: float
     left_nbytes: float  # at `since_s`
     narrowest: str
     fastest: float  # capacity of the narrowest link
@@ -104,9 +119,11 @@ class Transfers:
         self._clock = clock
         self._capacities = capacities
         self._transfers: dict[int, _Transfer] = {}
-        #: End of each transfer if nothing changes. The clock's queue has one event, for the first
-        #: end.
+        #: End of each transfer if nothing changes, and a heap of them. An entry of the heap is
+        #: outdated if the transfer has another end now. The clock's queue has one event, for the
+        #: first end.
         self._ends: dict[int, float] = {}
+        self._queue: list[tuple[float, int]] = []
         self._next_end: ClockEvent | None = None
         self._on_link: dict[str, dict[int, None]] = {}
         #: Rate that the transfers on a link would use if the link had no limit.
@@ -117,8 +134,7 @@ class Transfers:
         self._contended: set[str] = set()
         self._numbers = itertools.count()
         self._changed: dict[str, None] = {}
-        #: Whether something changed at this instant and rates are outdated.
-        self.settling = False
+        self._next_settling: ClockEvent | None = None
 
     def start(self, links: Sequence[str], nbytes: float, on_done: Callable[[], object]) -> int:
         """Start a transfer; `on_done` is called when its last byte has passed.
@@ -135,23 +151,24 @@ class Transfers:
         fastest, narrowest = min(
             ((self._capacities[link], link) for link in links), default=(math.inf, "")
         )
-        self._transfers[number] = _Transfer(links, nbytes, narrowest, fastest, on_done, now_s)
+        transfer = _Transfer(links, nbytes, nbytes, narrowest, fastest, on_done, now_s)
+        self._transfers[number] = transfer
         if not links or not nbytes:
-            self._ends[number] = now_s
+            self._set_end(number, now_s)
+            self._await_end()
         else:
             for link in links:
                 self._on_link.setdefault(link, {})[number] = None
                 self._demand[link] = self._demand.get(link, 0.0) + fastest
                 self._common.setdefault(link, Counter()).update(links)
             self._changed.update(dict.fromkeys(links))
-        self._settle_later()
+            self._settle_later(transfer)
         return number
 
     def abort(self, number: int) -> None:
         """Stop a transfer without calling `on_done`. Harmless if the transfer has ended."""
         if number in self._transfers:
-            self._remove(number)
-            self._settle_later()
+            self._settle_later(self._remove(number))
 
     def rates(self) -> dict[int, float]:
         """Return the bytes per second of each transfer in progress."""
@@ -174,13 +191,31 @@ class Transfers:
                 self._contended.discard(link)
         return transfer
 
-    def _settle_later(self) -> None:
-        if not self.settling:
-            self.settling = True
-            self._clock.call_later(0.0, self._settle)
+    @property
+    def settling(self) -> bool:
+        """Whether something changed and rates are outdated."""
+        return self._next_settling is not None
+
+    def _settle_later(self, changed: _Transfer) -> None:
+        """Settle at the end of this instant, or after a wait if there are many transfers."""
+        when_s = self._clock.now_s
+        if len(self._transfers) > MANY:
+            when_s += changed.nbytes * self._slowest(changed.links) * WAIT_SHARE
+        if self._next_settling is not None:
+            if self._next_settling.when_s <= when_s:
+                return
+            self._next_settling.cancel()
+        self._next_settling = self._clock.call_at(when_s, self._settle)
+
+    def _slowest(self, links: Sequence[str]) -> float:
+        """Return the seconds that each byte takes if all links are shared equally, at most."""
+        on_link = self._on_link
+        return max(
+            (len(on_link.get(link, ())) / self._capacities[link] for link in links), default=0.0
+        )
 
     def _settle(self) -> None:
-        self.settling = False
+        self._next_settling = None
         changed, self._changed = self._changed, {}
         now_s = self._clock.now_s
         for number, rate in self._rates_after(changed).items():
@@ -190,19 +225,39 @@ class Transfers:
                 continue
             transfer.left_nbytes -= transfer.rate * (now_s - transfer.since_s)
             transfer.rate, transfer.since_s = rate, now_s
-            self._ends[number] = now_s + max(transfer.left_nbytes, 0.0) / rate
+            self._set_end(number, now_s + max(transfer.left_nbytes, 0.0) / rate)
+        self._await_end()
+
+    def _set_end(self, number: int, end_s: float) -> None:
+        self._ends[number] = end_s
+        heapq.heappush(self._queue, (end_s, number))
+
+    def _await_end(self) -> None:
+        """Schedule the first end."""
+        queue, ends = self._queue, self._ends
+        if len(queue) > 4 * len(ends):  # most entries are outdated
+            queue[:] = sorted((end_s, number) for number, end_s in ends.items())
+        while queue and ends.get(queue[0][1]) != queue[0][0]:
+            heapq.heappop(queue)
+        when_s = queue[0][0] if queue else math.inf
         if self._next_end is not None:
+            if self._next_end.when_s == when_s:
+                return
             self._next_end.cancel()
             self._next_end = None
-        if self._ends:
-            self._next_end = self._clock.call_at(min(self._ends.values()), self._end)
+        if queue:
+            self._next_end = self._clock.call_at(when_s, self._end)
 
     def _end(self) -> None:
         self._next_end = None
         now_s = self._clock.now_s
-        over = [number for number, end_s in self._ends.items() if end_s <= now_s]
-        ended = [self._remove(number) for number in sorted(over)]
-        self._settle_later()
+        ended = []
+        while self._queue and self._queue[0][0] <= now_s:
+            end_s, number = heapq.heappop(self._queue)
+            if self._ends.get(number) == end_s:
+                ended.append(self._remove(number))
+                self._settle_later(ended[-1])
+        self._await_end()
         for transfer in ended:
             transfer.on_done()
 
@@ -243,10 +298,11 @@ class Transfers:
         if self._demand[link] <= capacity:
             return False
         common = self._common[link]
-        everything = common[link]
+        # A link that all transfers have in common is a link of each of them.
+        links = self._transfers[next(iter(self._on_link[link]))].links
         return not any(
-            count == everything and (self._capacities[other], other) < (capacity, link)
-            for other, count in common.items()
+            common[other] == common[link] and (self._capacities[other], other) < (capacity, link)
+            for other in links
         )
 
     def _affected(self, changed: Iterable[str]) -> list[int]:

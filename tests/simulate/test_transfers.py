@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.simulate import transfers
 from dask_gpurt.simulate.clock import VirtualClock
 from dask_gpurt.simulate.transfers import Transfers, fair_rates
 
@@ -144,3 +147,45 @@ def test_incremental_rates_equal_full_computation(starts):
         if not run.transfers.settling:
             assert run.transfers.rates() == pytest.approx(fair_rates(under_way, LINKS))
     assert not under_way
+
+
+def all_to_all(n_hosts, n_rounds):
+    """Run transfers between all pairs of hosts, each pair's one after the other."""
+    capacities = {
+        f"{number} {way}": 100.0 + number for number in range(n_hosts) for way in ("out", "in")
+    }
+    run = Run(capacities)
+
+    def begin(source, target, turn):
+        links = [f"{source} out", f"{target} in"]
+
+        def done():
+            run.through[source, target, turn] = run.clock.now_s
+            if turn < n_rounds:
+                begin(source, target, turn + 1)
+
+        run.transfers.start(links, 50 + (7 * source + 13 * target + 29 * turn) % 101, done)
+
+    for source, target in itertools.permutations(range(n_hosts), 2):
+        begin(source, target, 1)
+    return run.finish()
+
+
+def test_waits_among_many_transfers_hardly_change_their_ends(monkeypatch):
+    ends = all_to_all(12, 5)
+    monkeypatch.setattr(transfers, "MANY", 10**9)
+    exact = all_to_all(12, 5)
+    assert ends.keys() == exact.keys()
+    assert max(ends.values()) == pytest.approx(max(exact.values()), rel=transfers.WAIT_SHARE)
+
+
+def test_a_recomputation_serves_many_changes(monkeypatch):
+    computed = []
+
+    def counted(*arguments):
+        computed.append(1)
+        return fair_rates(*arguments)
+
+    monkeypatch.setattr(transfers, "fair_rates", counted)
+    changes = 2 * len(all_to_all(24, 3))
+    assert len(computed) < changes / 5
