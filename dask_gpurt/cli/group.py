@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ WITH_SCRIPT = {**CONTEXT, "allow_interspersed_args": False}
 
 #: Exit status for an unusable address, a missing file or a wrong option.
 _BAD_USAGE = 2
+#: Error codes of an output on a full or broken disk.
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 @contextlib.contextmanager
@@ -49,7 +53,38 @@ class Positive(click.FloatRange):
         return number
 
 
-@click.group(context_settings=CONTEXT)
+class _Commands(click.Group):
+    """Commands that print one line where their output cannot be written."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                # Short output fails here, not as the interpreter ends.
+                sys.stdout.flush()
+        except UnicodeEncodeError as error:
+            missing = error.object[error.start : error.end]
+            _end_without_output(
+                f"the output has {ascii(missing)}, which {error.encoding} cannot express; "
+                "set PYTHONIOENCODING=utf-8"
+            )
+        except OSError as error:
+            if error.errno not in _UNWRITABLE or error.filename is not None:
+                raise
+            _end_without_output(f"the output cannot be written: {error.strerror}")
+
+
+def _end_without_output(why: str) -> None:
+    click.echo(f"dask gpurt: {why}", err=True)
+    # Otherwise, the interpreter tries to write the rest as it ends.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(_BAD_USAGE)
+
+
+@click.group(cls=_Commands, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="dask-gpurt")
 def gpurt() -> None:
     """Move the data of Dask programs faster, without changing the programs."""
