@@ -287,6 +287,8 @@ def explain(client: Client, key: Any) -> Any:
     ------
     ActivationError
         The client is not connected to a scheduler.
+    TypeError
+        `key` is neither a key nor a future.
 
     See Also
     --------

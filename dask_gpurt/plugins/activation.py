@@ -16,8 +16,8 @@ from distributed.protocol.pickle import dumps
 
 import dask_gpurt
 from dask_gpurt import config, metrics
-from dask_gpurt.errors import ActivationError, ConfigError, StrictFallbackError
-from dask_gpurt.plugins import bootstrap, client_origin
+from dask_gpurt.errors import ActivationError, ConfigError, ProtocolError, StrictFallbackError
+from dask_gpurt.plugins import bootstrap, client_origin, request_checks
 from dask_gpurt.plugins.bootstrap import NAME
 from dask_gpurt.plugins.dashboard.status_html import RuntimeStatus
 from dask_gpurt.plugins.memory import cupy_messages
@@ -317,7 +317,6 @@ async def machines(client: Client, probe: bool) -> dict[str, Any]:
 
 
 async def _explain(client: Client, key: Any) -> dict[str, Any]:
-    key = getattr(key, "key", key)
     status = await read_status(client, ask_workers=False)
     if not status["active"]:
         return {"known": False, "key": str(key), "reason": str(status["reason"])}
@@ -329,6 +328,15 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
 
 
 def explain(client: Client, key: Any) -> Any:
+    if isinstance(key, distributed.Future):
+        key = key.key
+    try:
+        request_checks.key(key)
+    except ProtocolError as error:
+        raise TypeError(
+            f"explain() takes the key of a task or a future; got a value of type {type(key).__name__}; "
+            "futures_of(collection) returns the futures of a persisted collection"
+        ) from error
     return _sync(client, _explain, key)
 
 

@@ -82,6 +82,11 @@ def test_remembered_decision_can_be_explained(four):
     assert not dask_gpurt.explain(four.stock, future.key)["known"]
 
 
+def test_explanation_of_a_collection_names_the_way_to_its_futures(four):
+    with pytest.raises(TypeError, match=r"type Array; futures_of\(collection\)"):
+        dask_gpurt.explain(four.enabled, random_array(3))
+
+
 def test_status_counts_decisions(four):
     client = four.enabled
     assert client.submit(sum, client.map(abs, range(8))).result() == 28
