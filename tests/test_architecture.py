@@ -221,7 +221,7 @@ PATCHES_ELSEWHERE = {
     # Its workers are `SimulatedWorker`, of this package.
     "plugins/simulation/simulated_run.py": {"worker.alive ="},
     # Its state is `WorkerRuntime`, of this package.
-    "plugins/worker/attachment.py": {"self.state.final_close ="},
+    "plugins/worker/attachment.py": {"self.runtime.final_close ="},
 }
 
 

@@ -67,7 +67,7 @@ class _Commands(click.Group):
         except UnicodeEncodeError as error:
             missing = error.object[error.start : error.end]
             _end_without_output(
-                f"the output has {ascii(missing)}, which {error.encoding} cannot express; "
+                f"the output has {missing!a}, which {error.encoding} cannot express; "
                 "set PYTHONIOENCODING=utf-8"
             )
         except OSError as error:

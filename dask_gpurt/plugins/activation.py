@@ -334,8 +334,8 @@ def explain(client: Client, key: Any) -> Any:
         request_checks.key(key)
     except ProtocolError as error:
         raise TypeError(
-            f"explain() takes the key of a task or a future; got a value of type {type(key).__name__}; "
-            "futures_of(collection) returns the futures of a persisted collection"
+            "explain() takes the key of a task or a future, and got a value of type "
+            f"{type(key).__name__}; futures_of(collection) returns futures of a persisted one"
         ) from error
     return _sync(client, _explain, key)
 

@@ -108,8 +108,8 @@ def counted_reports(
 class CounterSender:
     """The worker's extension, while the runtime is on."""
 
-    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
-        self._worker, self._state = worker, state
+    def __init__(self, worker: Worker, runtime: WorkerRuntime) -> None:
+        self._worker, self._runtime = worker, runtime
         self._last: dict[str, Any] = {}
         #: Number of heartbeats so far.
         self.n_heartbeats = 0
@@ -118,7 +118,7 @@ class CounterSender:
     def heartbeat(self) -> dict[str, Any]:
         """Return the data for the next heartbeat. distributed calls this."""
         self.n_heartbeats += 1
-        return {**self._state.heartbeat_data(), "heartbeat": self.n_heartbeats}
+        return {**self._runtime.heartbeat_data(), "heartbeat": self.n_heartbeats}
 
     def leave(self) -> None:
         """Stop adding data to heartbeats.
@@ -126,7 +126,7 @@ class CounterSender:
         Must not be called while the worker iterates over its extensions, as it does at its close.
         """
         self._worker.extensions.pop(EXTENSION, None)
-        self._last = self._state.final_counters()
+        self._last = self._runtime.final_counters()
 
     async def send_final(self) -> None:
         """Send the final counters.

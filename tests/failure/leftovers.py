@@ -54,18 +54,19 @@ def files_in(directory: str) -> list[str]:
 
 
 def _memory_of(worker: Any) -> list[str]:
-    state = runtime_of(worker)
-    if state.pool.used_nbytes or state.links.outgoing.used_nbytes:
+    runtime = runtime_of(worker)
+    if runtime.pool.used_nbytes or runtime.links.outgoing.used_nbytes:
         gc.collect()  # results in the traceback of an exception, for instance
+    is_closed = worker.status == Status.closed
     amounts = {
-        "bytes of the pool": state.pool.used_nbytes,
-        "bytes on their way out": state.links.outgoing.used_nbytes,
-        "bytes to send": state.outgoing_budget.used_nbytes,
-        "bytes that runs wanted to send": sum(state.outgoing_budget._wanted.values()),
-        "bytes of the budget": state._budget.used_nbytes if state._budget is not None else 0,
+        "bytes of the pool": runtime.pool.used_nbytes,
+        "bytes on their way out": runtime.links.outgoing.used_nbytes,
+        "bytes to send": runtime.outgoing_budget.used_nbytes,
+        "bytes that runs wanted to send": sum(runtime.outgoing_budget._wanted.values()),
+        "bytes of the budget": runtime._budget.used_nbytes if runtime._budget is not None else 0,
         # A closed worker does not learn that its last task has ended, but it keeps nothing.
-        "partitions to let go of": len(state._to_release) if worker.status != Status.closed else 0,
-        "runs that have not ended": len(state._runs),
+        "partitions to let go of": 0 if is_closed else len(runtime._to_release),
+        "runs that have not ended": len(runtime._runs),
     }
     return [f"{amount} {what}" for what, amount in amounts.items() if amount]
 

@@ -455,8 +455,9 @@ def test_memory_is_returned_after_the_last_run(client):
     client.sync(_runs_are_closed, client)
 
     def cool_down(dask_worker):
-        state = runtime_of(dask_worker)
-        state.cool_down()
-        return state.pool.idle_nbytes, state.pool.used_nbytes, state._budget.used_nbytes
+        runtime = runtime_of(dask_worker)
+        runtime.cool_down()
+        pool = runtime.pool
+        return pool.idle_nbytes, pool.used_nbytes, runtime._budget.used_nbytes
 
     assert set(client.run(cool_down).values()) == {(0, 0, 0)}

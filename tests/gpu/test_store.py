@@ -23,7 +23,7 @@ def packing():
     from dask_gpurt.frames.flat.values import flatten, restore
     from dask_gpurt.memory.device_values import LibraryCopies, library_packing
     from dask_gpurt.memory.tiers import Packing
-    from dask_gpurt.plugins.memory.gpu_store import put_together, take_apart
+    from dask_gpurt.plugins.memory.gpu_level import put_together, take_apart
 
     copies = LibraryCopies(CupyDriver())
     host = Packing(lambda value: value.nbytes, flatten, restore)

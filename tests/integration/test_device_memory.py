@@ -17,8 +17,8 @@ from dask_gpurt.command.connect import ask
 from dask_gpurt.command.doctor import cluster_findings
 from dask_gpurt.command.status import as_text
 from dask_gpurt.devices.vendors import NVIDIA
-from dask_gpurt.plugins.memory import gpu_store
-from dask_gpurt.plugins.memory.gpu_store import GpuFacts
+from dask_gpurt.plugins.memory import gpu_level
+from dask_gpurt.plugins.memory.gpu_level import GpuFacts
 from tests.integration.memory_cluster import cluster, stores, until
 from tests.memory.emulated_gpu import Gpu, GpuArray
 
@@ -35,8 +35,8 @@ def gpu(monkeypatch):
     _gpu = gpu = Gpu(TOTAL)
     monkeypatch.setitem(sys.modules, "cupy", gpu.cupy)
     monkeypatch.setitem(sys.modules, "rmm", None)
-    monkeypatch.setattr(gpu_store, "open_driver", lambda: gpu)
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, (NVIDIA,)))
+    monkeypatch.setattr(gpu_level, "open_driver", lambda: gpu)
+    monkeypatch.setattr(gpu_level, "local_facts", lambda: GpuFacts(True, (NVIDIA,)))
     yield gpu
     gpu.host.close()
 
@@ -124,7 +124,7 @@ def test_disabling_keeps_values_and_restores_the_allocator(gpu):
 
 
 def test_host_values_do_not_open_the_device(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_store, "open_driver", lambda: pytest.fail("opened"))
+    monkeypatch.setattr(gpu_level, "open_driver", lambda: pytest.fail("opened"))
     with cluster(n_workers=1) as client:
         assert sum(client.gather(client.map(abs, range(10)))) == 45
         found = ask(client, versions=True)
@@ -134,7 +134,7 @@ def test_host_values_do_not_open_the_device(gpu, monkeypatch):
 
 
 def test_store_without_a_gpu_has_no_device_level(gpu, monkeypatch):
-    monkeypatch.setattr(gpu_store, "local_facts", lambda: GpuFacts(True, ()))
+    monkeypatch.setattr(gpu_level, "local_facts", lambda: GpuFacts(True, ()))
     with cluster(n_workers=1) as client:
         assert list(levels(stores(client)[0])) == ["memory", "disk", "inherited"]
         (report,) = ask(client)["workers"].values()
@@ -149,7 +149,7 @@ def test_unusable_gpu_is_left_to_dask(gpu, monkeypatch, caplog):
         assert is_stored.wait(60)
         raise RuntimeError("CUDA finds no device")
 
-    monkeypatch.setattr(gpu_store, "open_driver", fail)
+    monkeypatch.setattr(gpu_level, "open_driver", fail)
     with cluster(n_workers=1, memory_limit=40 * MIB) as client:
         (first,) = make(client, 1)
         (store,) = stores(client)

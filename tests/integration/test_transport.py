@@ -216,8 +216,8 @@ def test_last_run_after_disable_leaves_no_ucx_engine(engines, client):
         gate.open()
         assert_right(client.gather(parts))
     # After the switch-off, no message releases partitions, so none may be waiting for one.
-    states = [runtime_of(worker) for worker in client.cluster.workers.values()]
-    assert not any(state._to_release for state in states)
+    runtimes = [runtime_of(worker) for worker in client.cluster.workers.values()]
+    assert not any(runtime._to_release for runtime in runtimes)
     del parts
     assert len(engines) > n_before
     until(lambda: are_closed(engines))

@@ -20,7 +20,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.command import connect, doctor
 from dask_gpurt.errors import ActivationError
-from dask_gpurt.plugins.simulation.trace_recorder import recorded
+from dask_gpurt.plugins.simulation.workload_recorder import recorded
 from tests.failure.gates import until
 from tests.integration.comparing import partitions, runs
 from tests.integration.environments import OLD, minor_of, second_python, with_versions, without

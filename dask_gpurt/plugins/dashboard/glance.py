@@ -39,11 +39,11 @@ class WorkerGlance:
     def __init__(
         self,
         worker: Worker,
-        state: WorkerRuntime,
+        runtime: WorkerRuntime,
         memory: ManagedMemory | None,
         unmanaged: str | None,
     ) -> None:
-        self._worker, self._state, self._memory = worker, state, memory
+        self._worker, self._runtime, self._memory = worker, runtime, memory
         self._unmanaged = unmanaged
         self._fetched = Traffic()
         #: The last entry of Dask's log that `_fetched` has.
@@ -53,7 +53,7 @@ class WorkerGlance:
         """Handler: return the summary, as plain values, with the busiest links."""
         most_links = request_checks.count("most_links", most_links)
         most_runs = min(MAX_RUNS, most_links // LINKS_OF_RUN)
-        state = self._state
+        runtime = self._runtime
         return {
             "links": self._links(most_links),
             "levels": self._memory.store.report()["levels"] if self._memory is not None else [],
@@ -61,11 +61,11 @@ class WorkerGlance:
             if self._memory is not None
             else 0,
             "unmanaged": self._unmanaged,
-            "shards_nbytes": state.shards_nbytes(),
-            "shards_on_disk_nbytes": state.shards_on_disk_nbytes(),
-            "open_runs": state.reports_of_open_runs(most_runs),
+            "shards_nbytes": runtime.shards_nbytes(),
+            "shards_on_disk_nbytes": runtime.shards_on_disk_nbytes(),
+            "open_runs": runtime.reports_of_open_runs(most_runs),
             # The scheduler learns of an ended run with the next heartbeat.
-            "ended_runs": state.run_reports.unsure()[-most_runs:],
+            "ended_runs": runtime.run_reports.unsure()[-most_runs:],
             "codecs": self._codecs(),
         }
 
@@ -74,7 +74,7 @@ class WorkerGlance:
 
         Bytes of the others are summed by path, with `OTHERS` in place of the peer.
         """
-        sent = self._state.links.traffic.lately(event_loop(self._worker).time())
+        sent = self._runtime.links.traffic.lately(event_loop(self._worker).time())
         found = [*summed([*sent.items(), *self._fetched_lately().items()]).items()]
         others = summed((self._without_peer(link), moved) for link, moved in found[most:])
         return [(*link, *moved) for link, moved in [*found[:most], *others.items()]]
@@ -98,7 +98,7 @@ class WorkerGlance:
 
     def _codecs(self) -> dict[str, Any]:
         """Return the number of decisions by chosen codec, and the largest sections in full."""
-        decisions = self._state.codec_decisions()
+        decisions = self._runtime.codec_decisions()
         largest = sorted(decisions, key=lambda one: -one.nbytes)[:MAX_DECISIONS]
         return {
             "choices": dict(Counter(one.choice for one in decisions)),

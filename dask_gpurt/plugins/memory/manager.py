@@ -32,7 +32,7 @@ from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.store import HOST, TieredStore
 from dask_gpurt.memory.tiers import Lanes
 from dask_gpurt.plugins.memory.get_data import DataServer
-from dask_gpurt.plugins.memory.gpu_store import LEAST_SHARE, is_on_device
+from dask_gpurt.plugins.memory.gpu_level import LEAST_SHARE, is_on_device
 from dask_gpurt.plugins.memory.handback import HandedOver, return_in_memory, return_spilled
 from dask_gpurt.plugins.memory.store_levels import DEVICE, StoreLevels
 from dask_gpurt.plugins.patches import worker_memory
@@ -88,13 +88,13 @@ class ManagedMemory:
 
     Parameters
     ----------
-    owners
+    runtime
         Has the shards and the idle pools of this worker, and can release some of their memory.
     """
 
-    def __init__(self, worker: Worker, settings: MemorySettings, owners: WorkerRuntime) -> None:
+    def __init__(self, worker: Worker, settings: MemorySettings, runtime: WorkerRuntime) -> None:
         self._worker = worker
-        self._owners = owners
+        self._runtime = runtime
         self._loop = event_loop(worker)
         self._stock: Any = worker.data
         self._sizes = PrefixSizes()
@@ -120,8 +120,8 @@ class ManagedMemory:
         self._samples = (
             ProcessSamples(spill_nbytes, self._progress_at) if spill_nbytes is not None else None
         )
-        self._writes = Lane("write", 1, owners.ledger)
-        self._reads = Lane("read", 2, owners.ledger)
+        self._writes = Lane("write", 1, runtime.ledger)
+        self._reads = Lane("read", 2, runtime.ledger)
         for lane in (self._writes, self._reads):
             # Moves that were decided must not fail later, when the process may be out of threads.
             lane.start()
@@ -237,10 +237,10 @@ class ManagedMemory:
     ) -> set[Hashable]:
         """Wait until a task is admitted; return the inputs that it lost."""
         # The wait counts as time of the task; the lanes report their own seconds separately.
-        name, start_s = "disk-read" if spilled else "memory-room", self._owners.ledger.clock()
+        name, start_s = "disk-read" if spilled else "memory-room", self._runtime.ledger.clock()
         with context_meter.meter(name):
             lost = await begun
-        enter_phase(self._owners.ledger, name, start_s, key=key)
+        enter_phase(self._runtime.ledger, name, start_s, key=key)
         return lost
 
     def _learn(self, prefix: str, key: Any, claim: Claim, event: Any) -> None:
@@ -252,9 +252,9 @@ class ManagedMemory:
         self._task_order.learn(prefix, sum(one.nbytes for one in claim.values), nbytes)
         # Dask has measured the value in the task's thread; doing it again would block the loop.
         self.store.measured[key] = nbytes
-        now_s = self._owners.ledger.clock()
+        now_s = self._runtime.ledger.clock()
         entry = LedgerEntry(COMPUTE, prefix, nbytes, now_s - took_s, now_s, key=key)
-        self._owners.ledger.add(entry)
+        self._runtime.ledger.add(entry)
 
     def _may_wait(self, key: Hashable) -> None:
         """Note that a task has a client, and so may submit other tasks and wait for them."""
@@ -350,7 +350,7 @@ class ManagedMemory:
         self._digest_io()
         now = self._loop.time()
         room = self._target_nbytes
-        shards_nbytes = self._owners.shards_nbytes()
+        shards_nbytes = self._runtime.shards_nbytes()
         pinned_nbytes = self._levels.pinned_nbytes
         samples = self._samples
         if samples is not None:
@@ -364,7 +364,7 @@ class ManagedMemory:
                     _call_and_log, release, priority=Priority.HIGH, path="release"
                 )
             if process_nbytes < self._target_nbytes:
-                self._owners.relax_budget()
+                self._runtime.relax_budget()
             room = min(room, samples.limit_nbytes - samples.unmanaged_nbytes)
         room -= shards_nbytes + pinned_nbytes
         self.store.set_capacity(max(room, int(LEAST_SHARE * self._target_nbytes)))
@@ -418,7 +418,7 @@ class ManagedMemory:
             worker_memory.warn_of_unmanaged(process_nbytes)
 
     def _release_memory(self, over_nbytes: int) -> None:
-        self._owners.release_memory(over_nbytes)
+        self._runtime.release_memory(over_nbytes)
         malloc.trim()
 
     async def report(self) -> dict[str, Any]:

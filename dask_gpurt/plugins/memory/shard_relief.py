@@ -44,8 +44,8 @@ class ShardRelief:
     It does nothing for a worker that Dask neither pauses nor lets spill.
     """
 
-    def __init__(self, worker: Worker, owner: WorkerRuntime) -> None:
-        self._worker, self._owner = worker, owner
+    def __init__(self, worker: Worker, runtime: WorkerRuntime) -> None:
+        self._worker, self._runtime = worker, runtime
         self._limits = _process_limits_nbytes(worker)
         self._watching: asyncio.Task[None] | None = None
         if self._limits is not None:
@@ -59,12 +59,12 @@ class ShardRelief:
                 if process_nbytes > limit_nbytes:
                     await asyncio.to_thread(self._release, process_nbytes - limit_nbytes)
                 elif process_nbytes < relaxed_nbytes:
-                    self._owner.relax_budget()
+                    self._runtime.relax_budget()
             except Exception:
                 logger.exception("%s: cannot spill shards", self._worker.name)
 
     def _release(self, over_nbytes: int) -> None:
-        self._owner.release_memory(over_nbytes)
+        self._runtime.release_memory(over_nbytes)
         malloc.trim()
 
     async def close(self) -> None:

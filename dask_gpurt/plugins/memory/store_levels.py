@@ -29,8 +29,8 @@ from dask_gpurt.memory.files.page_cache import PageCache
 from dask_gpurt.memory.host_tiers import CompressedTier, PinnedTier
 from dask_gpurt.memory.store import HOST
 from dask_gpurt.memory.tiers import Packing, Tier
-from dask_gpurt.plugins.memory import gpu_store
-from dask_gpurt.plugins.memory.gpu_store import StoreDevice
+from dask_gpurt.plugins.memory import gpu_level
+from dask_gpurt.plugins.memory.gpu_level import StoreDevice
 from dask_gpurt.plugins.patches import worker_memory
 from dask_gpurt.plugins.patches.values import value_bytes
 
@@ -120,7 +120,7 @@ class StoreLevels:
         self.tiers: list[Tier] = []
         self.device: StoreDevice | None = None
         self.pinned: PinnedPool | None = None
-        if gpu_store.why_no_gpu(gpu_store.local_facts()) is None:
+        if gpu_level.why_no_gpu(gpu_level.local_facts()) is None:
             self.device = StoreDevice(settings, packing)
             self.packings.append(self.device.packing)
             # Its capacity is known once the GPU is open.

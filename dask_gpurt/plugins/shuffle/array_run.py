@@ -141,4 +141,4 @@ class ArrayRun(ExchangeRun):
             yield worker, header, opened.cut([part for part in mine if part], leaves, empty)
 
     def _assemble(self, partition_id: Index, pieces: Sequence[Piece]) -> Any:
-        return self._arrays.concatenate(partition_id, pieces, self._state.pool.empty_alone)
+        return self._arrays.concatenate(partition_id, pieces, self._runtime.pool.empty_alone)

@@ -51,9 +51,9 @@ from dask_gpurt.plugins.shuffle.fine_metrics import (
     amount,
     left_host,
 )
+from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
 from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.plugins.shuffle.run_control import RunControl
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries, enter_phase, enter_receipt
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.shuffle.credits import in_turn
@@ -102,7 +102,7 @@ class ExchangeRun:
         plan: ExchangePlan,
         plugin: ShuffleWorkerPlugin,
     ) -> None:
-        state = runtime_of(plugin.worker)
+        runtime = runtime_of(plugin.worker)
         worker = plugin.worker
         self.id = spec.id
         self.run_id = run_id
@@ -117,13 +117,13 @@ class ExchangeRun:
         #: Set once the run has failed or closes: nobody needs its results any more.
         self._ended = asyncio.Event()
         self._last_report: dict[str, Any] | None = None
-        self._worker, self._settings, self._state, self._plan = worker, settings, state, plan
+        self._worker, self._settings, self._runtime, self._plan = worker, settings, runtime, plan
         self._sends, self._disk_writes = Writes(), Writes()
-        self._disk = DiskEntries(state.ledger, run_id)
+        self._disk = DiskEntries(runtime.ledger, run_id)
         self.figures = RunFigures(self.id, run_id, kind, self.start_time, worker.state.nthreads)
         self._clock = RunClock(self.figures)
-        slots, budget = plan.slots_of_worker.get(worker.address, (0, 0)), state.budget(settings)
-        pools = state.pool, state.links.outgoing
+        slots, budget = plan.slots_of_worker.get(worker.address, (0, 0)), runtime.budget(settings)
+        pools = runtime.pool, runtime.links.outgoing
         self._memory = memory = RunMemory(*pools, slots, budget.limit_nbytes)
         self.memory_for, self.outgoing_memory = memory.stored, memory.outgoing
         self._store = ShardStore(
@@ -131,21 +131,21 @@ class ExchangeRun:
             slots,
             os.path.join(worker.local_directory, f"gpurt-shuffle-{self.id}-{run_id}"),
             budget,
-            state.counters,
+            runtime.counters,
             partial(SpillFile, reading=self._clock.waiting_for_disk),
             on_disk_io=self._disk_io,
             run_later=self._run_later,
             empty_at=memory.stored,
             slots_per_lane=memory.slots_per_lane,
             readers=self._plan.readers_of_slot,
-            may_spill=self.id not in state.kept_off_disk,
+            may_spill=self.id not in runtime.kept_off_disk,
         )
         self._metrics = FineMetrics(worker.digest_metric, span_id)
         self._peers = in_turn(self._plan.workers, self.local_address)
         self._routing = Routing(self.local_address, self._plan.workers, settings.routing)
         n_hops = len({self._routing.hop(peer) for peer in self._peers})
         self._messenger = Messenger(self, worker, settings, adapter, self._peers, n_hops)
-        self._send_budget = state.send_budget(settings)
+        self._send_budget = runtime.send_budget(settings)
         self._outbox: Outbox[Outgoing] = Outbox(
             self._send,
             event_loop(worker),
@@ -154,9 +154,9 @@ class ExchangeRun:
             concurrency=self._messenger.n_messages,
         )
         self._received_nbytes = 0
-        state.begin_run(self)
-        state.links.transport = settings.transport
-        self._spilling = state.lanes.spill
+        runtime.begin_run(self)
+        runtime.links.transport = settings.transport
+        self._spilling = runtime.lanes.spill
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}<{self.id}[{self.run_id}]> on {self.local_address}"
@@ -200,7 +200,7 @@ class ExchangeRun:
             "p2p-shards", local_nbytes + sent_nbytes, len(local) + sum(map(len, outgoing.values()))
         )
         n_in = len(inputs)
-        self._state.counters.add(partitions_in=n_in, local_nbytes=local_nbytes)
+        self._runtime.counters.add(partitions_in=n_in, local_nbytes=local_nbytes)
         n_rows = sum(shard.n_rows for shard in local)
         n_rows += sum(shard.header.n_rows for shards in outgoing.values() for shard in shards)
         self.figures.add(rows_in=n_rows, partitions_in=n_in, local_nbytes=local_nbytes)
@@ -210,7 +210,7 @@ class ExchangeRun:
         context_meter.digest_metric("p2p-comms-limiter", 1, "count")
         with (
             self._timed("held_back"),
-            self._state.ledger.timed(COMPUTE, WAITING),
+            self._runtime.ledger.timed(COMPUTE, WAITING),
             context_meter.meter("p2p-comms-limiter"),
         ):
             for address in self._peers:
@@ -276,10 +276,10 @@ class ExchangeRun:
     async def receive(self, data: Any) -> dict[str, Any]:
         """Handler: store the shards that a peer sent. Answer once there is room for more."""
         self.raise_if_closed()
-        start_s = self._state.ledger.clock()
+        start_s = self._runtime.ledger.clock()
         try:
             if "offers" in data:
-                return await self._state.links.accept(data["offers"])
+                return await self._runtime.links.accept(data["offers"])
             with self._timed("receive"):
                 sender, number = data["sender"], data["message"]
                 self._messenger.heard_from(sender, number)
@@ -294,8 +294,8 @@ class ExchangeRun:
             return {"status": DAMAGED}
         nbytes = sum(shard.nbytes for shard in shards)
         self._received_nbytes += nbytes
-        enter_receipt(self._state.ledger, nbytes, start_s, sender, self.run_id, number)
-        self._state.counters.add(received_nbytes=nbytes)
+        enter_receipt(self._runtime.ledger, nbytes, start_s, sender, self.run_id, number)
+        self._runtime.counters.add(received_nbytes=nbytes)
         self._store.add(shards)
         if self._store.is_over_limit:
             # The peer and its producers wait for this answer: this is the back-pressure.
@@ -351,12 +351,12 @@ class ExchangeRun:
             except (IncompleteExchangeError, PartitionReleasedError, ShardStorageError) as error:
                 self.raise_if_closed()
                 if isinstance(error, ShardStorageError):
-                    self._state.keep_off_disk(self.id)
+                    self._runtime.keep_off_disk(self.id)
                 sync(self._worker.loop, self._control.start_over, error)
             result = self._assemble(partition_id, pieces)
-        self._state.counters.add(partitions_out=1)
+        self._runtime.counters.add(partitions_out=1)
         self.figures.add(outputs=1)
-        self._state.release_with(key, self._store, slot)
+        self._runtime.release_with(key, self._store, slot)
         self.make_room()
         return result
 
@@ -437,7 +437,7 @@ class ExchangeRun:
         try:
             await in_a_thread(self._free)
         finally:
-            self._state.end_run(self, self._last_report)
+            self._runtime.end_run(self, self._last_report)
             self._closed_event.set()
 
     def _free(self) -> None:
@@ -452,7 +452,7 @@ class ExchangeRun:
             return self._last_report
         rows = self._store.rows_of_slots().items()
         of_partition = {self._plan.partitions[slot]: n for slot, n in rows}
-        return self.figures.snapshot(of_partition, self._state.links.bandwidth)
+        return self.figures.snapshot(of_partition, self._runtime.links.bandwidth)
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -462,14 +462,14 @@ class ExchangeRun:
         finally:
             self.figures.spent(phase, self._clock.since(began)[0])
             if phase != RECEIVE:  # each received message has its own ledger entry
-                enter_phase(self._state.ledger, phase, began, self.run_id)
+                enter_phase(self._runtime.ledger, phase, began, self.run_id)
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the progress in the shape that distributed's dashboard draws."""
         return {
             "disk": self._disk_writes.shown(
                 memory_nbytes=self._store.resident_nbytes,
-                limit_nbytes=self._state.limit_nbytes,
+                limit_nbytes=self._runtime.limit_nbytes,
                 read_nbytes=self._store.unspilled_nbytes,
                 n_buckets=1,
             ),

@@ -322,4 +322,4 @@ class FrameRun(ExchangeRun):
         super()._free()
 
     def _assemble(self, partition_id: int, pieces: Sequence[Piece]) -> Any:
-        return self._frames.concatenate(pieces, self._state.pool.empty_alone)
+        return self._frames.concatenate(pieces, self._runtime.pool.empty_alone)

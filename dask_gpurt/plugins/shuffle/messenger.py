@@ -1,6 +1,6 @@
 """Sending and receiving of one run's messages, between the run and the transports.
 
-`exchange_run` owns the life of the run, and `transport_choice` picks the transport to a peer. This
+`exchange_run` owns the life of the run, and `links` picks the transport to a peer. This
 module composes a message for the chosen transport, and interprets the peer's answer.
 """
 
@@ -34,9 +34,9 @@ from dask_gpurt.plugins.patches.p2p import (
     event_loop,
     retry,
 )
+from dask_gpurt.plugins.shuffle.links import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.payloads import is_inline
 from dask_gpurt.plugins.shuffle.relay import Relay
-from dask_gpurt.plugins.shuffle.transport_choice import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
@@ -86,13 +86,13 @@ class Messenger:
         self._worker = worker
         self._settings = settings
         self._adapter = adapter
-        self._state = runtime_of(worker)
+        self._runtime = runtime_of(worker)
         self._n_peers = len(peers)
         self._most_messages = credits.most_messages(n_hops)
         #: Last credit of each peer. Before a peer's first answer, `_first_credit_nbytes` counts.
         #: That is the credit that this worker would give.
         self._credits: dict[str, int] = {}
-        self._first_credit_nbytes = credits.part_nbytes(self._state.memory_nbytes, len(peers))
+        self._first_credit_nbytes = credits.part_nbytes(self._runtime.memory_nbytes, len(peers))
         self._relay = Relay(
             self,
             settings.transport,
@@ -100,7 +100,7 @@ class Messenger:
             peers,
             run.outgoing_memory,
             run.memory_for,
-            self._state.memory_nbytes,
+            self._runtime.memory_nbytes,
         )
         #: Size of messages from device memory; 0 until the run sends a shard from there.
         self._device_message_nbytes = 0
@@ -143,7 +143,7 @@ class Messenger:
 
         transport = self._device_transport if on_device else self._settings.transport
         message = await self.deliver(address, transport, compose, SEND, nbytes)
-        self._state.counters.add(sent_nbytes=nbytes, messages=1)
+        self._runtime.counters.add(sent_nbytes=nbytes, messages=1)
         return message
 
     async def send_around(self, relay: str, shards: Sequence[Outgoing]) -> Message:
@@ -169,7 +169,7 @@ class Messenger:
         number.
         """
         run, number = self._run, next(message_numbers)
-        links = self._state.links
+        links = self._runtime.links
         connections = links.onward if path == RELAY else links.connections
 
         async def call(data: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Messenger:
             return message
 
         return await entered(
-            self._state.ledger,
+            self._runtime.ledger,
             with_retries,
             compose,
             address,
@@ -238,7 +238,7 @@ class Messenger:
             )
             # A peer gets room for two messages.
             most_nbytes = credits.N_MESSAGES * self._n_peers * self._device_message_nbytes
-            budget = self._state.send_budget(self._settings)
+            budget = self._runtime.send_budget(self._settings)
             owner = self._run.id, self._run.run_id
             budget.want(owner, most_nbytes)
             # `close` may have withdrawn the room of this run before the call above.
@@ -254,7 +254,7 @@ class Messenger:
         return min(self._pace(address)[1], self._most_messages)
 
     def _pace(self, address: str) -> tuple[int, int]:
-        settings, links = self._settings, self._state.links
+        settings, links = self._settings, self._runtime.links
         if self._device_message_nbytes:
             path = links.known_path(address, self._device_transport)
             if path is not None and self._takes_device_memory(path):
@@ -275,11 +275,11 @@ class Messenger:
         request_checks.message(sender, number)
         run = self._run
         key = sender, run.id, run.run_id
-        self._state.senders.note(key, event_loop(self._worker).time())
+        self._runtime.senders.note(key, event_loop(self._worker).time())
 
     def credit_nbytes(self) -> int:
         """Return the bytes that each sender may have under way to this worker."""
-        return self._state.senders.credit_nbytes(self._n_peers)
+        return self._runtime.senders.credit_nbytes(self._n_peers)
 
     def _takes_device_memory(self, path: Transport) -> bool:
         compression = self._settings.compression
@@ -305,12 +305,12 @@ class Messenger:
             return await self._relay.divide(header, payload)
         run = self._run
         headers = wire.decode(header)
-        lengths = messages.buffer_lengths(headers, self._state.memory_nbytes)
+        lengths = messages.buffer_lengths(headers, self._runtime.memory_nbytes)
         # The header of each buffer. A shard has one buffer, or several if it is encoded.
         of_part = [header for header in headers for _ in header.parts]
         on_device: dict[int, DeviceMemory] = {}
         allocate_device = self._adapter.allocate_device
-        if allocate_device is not None and self._state.links.reaches_device(payload):
+        if allocate_device is not None and self._runtime.links.reaches_device(payload):
             # Shards with a checksum or an encoding are processed in host memory first.
             wanted = {
                 number: nbytes
@@ -339,7 +339,7 @@ class Messenger:
     ) -> list[Any]:
         """Bring the payload of a message to this worker. See `Links.fetch`."""
         in_thread = partial(self.in_lane, "borrow", sum(lengths))
-        return await self._state.links.fetch(payload, lengths, empty, in_thread)
+        return await self._runtime.links.fetch(payload, lengths, empty, in_thread)
 
     async def opened(
         self, headers: Sequence[wire.ShardHeader], buffers: Sequence[Any], *, inside: bool
@@ -376,7 +376,7 @@ class Messenger:
     def _encode(self, path: Transport, shard: Outgoing) -> Encoded:
         key, packed = shard.header.layout_key, shard.packed
         link, bandwidth = path.address, path.bandwidth
-        chooser = self._state.chooser(self._settings.compression, path.device_codecs)
+        chooser = self._runtime.chooser(self._settings.compression, path.device_codecs)
         if not chooser.may_pay(key, packed.buffer.nbytes, link, bandwidth):
             return Encoded((packed.buffer,), ())
         sections = joined(self._adapter.sections(key, packed))
@@ -389,10 +389,10 @@ class Messenger:
         self._run.raise_if_closed()
         # Received messages go first: their senders wait for the answer.
         priority = Priority.HIGH if path in _TAKING_IN else Priority.NORMAL
-        job = self._state.lanes.codec.submit(
+        job = self._runtime.lanes.codec.submit(
             function, *arguments, priority=priority, path=path, nbytes=nbytes
         )
-        with self._state.ledger.timed(COMMUNICATION, WAITING):
+        with self._runtime.ledger.timed(COMMUNICATION, WAITING):
             return await asyncio.wrap_future(job)
 
 

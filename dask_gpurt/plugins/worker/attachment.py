@@ -15,7 +15,7 @@ from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.broadcasts.wide_values import LEAST_WIDE_NBYTES
 from dask_gpurt.plugins.collectives.broadcasts.worker_broadcasts import WorkerBroadcasts
 from dask_gpurt.plugins.dashboard.glance import WorkerGlance
-from dask_gpurt.plugins.memory import cupy_messages, gpu_store
+from dask_gpurt.plugins.memory import cupy_messages, gpu_level
 from dask_gpurt.plugins.memory.gc_freeze import GcFreeze
 from dask_gpurt.plugins.memory.manager import ManagedMemory, obstacle
 from dask_gpurt.plugins.memory.shard_relief import ShardRelief
@@ -55,30 +55,30 @@ class Attachment:
     """The runtime's hooks on one worker, while the plugin is registered."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
-        gpu_store.register_sizeof()
+        gpu_level.register_sizeof()
         cupy_messages.register()
         allow_open_files()
         self._worker = worker
-        self.state = state = runtime_of(worker)
-        state.attach()
-        state.links.transport = settings.shuffle.transport
+        self.runtime = runtime = runtime_of(worker)
+        runtime.attach()
+        runtime.links.transport = settings.shuffle.transport
         self._lookup = RunLookup(worker, _is_ours, partial(sketch, worker))
 
         self._unmanaged_reason = obstacle(worker, settings.memory)
         self._memory: ManagedMemory | None = None
         self._relief: ShardRelief | None = None
         if self._unmanaged_reason is None:
-            self._memory = ManagedMemory(worker, settings.memory, state)
+            self._memory = ManagedMemory(worker, settings.memory, runtime)
         else:
-            self._relief = ShardRelief(worker, state)
+            self._relief = ShardRelief(worker, runtime)
             logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
-        self._glance = WorkerGlance(worker, state, self._memory, self._unmanaged_reason)
+        self._glance = WorkerGlance(worker, runtime, self._memory, self._unmanaged_reason)
         self._host = HostReporter(worker)
-        self._broadcasts = WorkerBroadcasts(worker, state, is_on=settings.collectives.enabled)
+        self._broadcasts = WorkerBroadcasts(worker, runtime, is_on=settings.collectives.enabled)
         self._handlers = weak_handlers(
             *self._broadcasts.handlers(),
-            *state.groups.handlers(),
+            *runtime.groups.handlers(),
             self.gpurt_report,
             self.gpurt_explain,
             self._glance.gpurt_glance,
@@ -90,20 +90,20 @@ class Attachment:
         self._releases = [one.hold(self) for one in (connections.piecewise_reads, geometry_sizes)]
         self._turns = ShortTurns(worker)
         self._transfers = ValueTransfers(
-            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, state.ledger
+            worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, runtime.ledger
         )
-        self._shown = ShownShuffles(worker, state.links.sent)
-        self._counted = CountedShards(worker, state.shards_nbytes, state.shards_on_disk_nbytes)
-        self._whole_close = WholeClose(worker, state.close)
+        self._shown = ShownShuffles(worker, runtime.links.sent)
+        self._counted = CountedShards(worker, runtime.shards_nbytes, runtime.shards_on_disk_nbytes)
+        self._whole_close = WholeClose(worker, runtime.close)
         self._detaching: asyncio.Task[None] | None = None
-        self._counter_sender = CounterSender(worker, state)
+        self._counter_sender = CounterSender(worker, runtime)
         # Last, when everything that the runtime needs is imported.
         self._gc_freeze = GcFreeze(worker)
         self._gc_freeze.watch()
 
     async def gpurt_report(self, most: int) -> dict[str, Any]:
         """Handler: return the state of the runtime here, with `most` entries of each kind."""
-        report = self.state.report(request_checks.count("most", most))
+        report = self.runtime.report(request_checks.count("most", most))
         memory = await self._memory.report() if self._memory is not None else None
         load = worker_load(self._worker) | {"heartbeat": self._counter_sender.n_heartbeats}
         return {**report, **load, "memory": memory, "unmanaged": self._unmanaged_reason}
@@ -119,7 +119,7 @@ class Attachment:
             if self._memory is not None:
                 self._memory.seceded(key)
         else:
-            self.state.task_left(key, state)
+            self.runtime.task_left(key, state)
             if self._memory is not None:
                 self._memory.task_done(key)
 
@@ -132,16 +132,16 @@ class Attachment:
         """
         if self._detaching is None:
             self._uninstall()
-            self.state.final_close = self._finish_close
+            self.runtime.final_close = self._finish_close
             if is_closing(self._worker):
-                self.state.detach()
+                self.runtime.detach()
                 return
             self._detaching = asyncio.create_task(self._restore(), name="gpurt-detach")
         await asyncio.shield(self._detaching)
 
     def _uninstall(self) -> None:
         self._broadcasts.close()
-        self.state.groups.close()
+        self.runtime.groups.close()
         self._counter_sender.leave()
         self._gc_freeze.close()
         for release in self._releases:
@@ -155,12 +155,12 @@ class Attachment:
     async def _restore(self) -> None:
         await self._counter_sender.send_final()
         await self._close_memory()
-        self.state.detach()
-        await self.state.links.disconnect()
+        self.runtime.detach()
+        await self.runtime.links.disconnect()
         # Last: the scheduler may ask until now, and Dask logs a traceback if nobody answers.
         remove_handlers(self._worker.handlers, self._handlers)
         if not is_closing(self._worker):
-            self.state.final_close = None
+            self.runtime.final_close = None
             self._whole_close.uninstall()
             forget_handlers()
 

@@ -76,8 +76,8 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
         largest `prefixes` of keys in memory; `on_disk_nbytes`; `limit_nbytes`; the `pid` of the
         process; and whether the runtime is on here (`active`).
     """
-    state: WorkerRuntime | None = dask_worker.extensions.get(NAME)
-    is_active = state is not None and state.is_attached
+    runtime: WorkerRuntime | None = dask_worker.extensions.get(NAME)
+    is_active = runtime is not None and runtime.is_attached
     resident = resident_nbytes()
     levels = _levels(dask_worker)
     parts: dict[str, int] = {
@@ -85,9 +85,9 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
         "files": resident["files"],
     }
     shared, pool_nbytes = resident["shared"], 0
-    if state is not None:
-        parts |= _of_runtime(state, parts["outputs"], shared)
-        pool_nbytes = state.pool.used_nbytes + state.pool.idle_nbytes
+    if runtime is not None:
+        parts |= _of_runtime(runtime, parts["outputs"], shared)
+        pool_nbytes = runtime.pool.used_nbytes + runtime.pool.idle_nbytes
     used_nbytes, free_nbytes = allocator_nbytes()
     # Free bytes whose pages went back to the system are not resident.
     most_nbytes = resident["anonymous"] - used_nbytes - pool_nbytes
@@ -106,25 +106,25 @@ def memory_parts(dask_worker: Worker) -> dict[str, Any]:
         "levels": levels,
         "prefixes": _prefixes(dask_worker),
         "on_disk_nbytes": sum(one["nbytes"] for one in levels if one["name"] == "disk")
-        + (state.shards_on_disk_nbytes() if state is not None else 0),
+        + (runtime.shards_on_disk_nbytes() if runtime is not None else 0),
         "tasks_running": dask_worker.state.executing_count,
     }
 
 
-def _of_runtime(state: WorkerRuntime, outputs: int, shared: int) -> dict[str, int]:
+def _of_runtime(runtime: WorkerRuntime, outputs: int, shared: int) -> dict[str, int]:
     """Return the parts that belong to shuffles; `outgoing` are those in shared memory."""
-    outgoing = state.links.outgoing
-    shards = state.shards_nbytes() - outgoing.used_nbytes
+    outgoing = runtime.links.outgoing
+    shards = runtime.shards_nbytes() - outgoing.used_nbytes
     # Pages of a file in memory are resident once they were written.
     in_flight = min(outgoing.used_nbytes, shared)
     outgoing_idle = min(outgoing.idle_nbytes, shared - in_flight)
     # Outputs of shuffles may be in pages of the pool, and are counted as outputs.
-    rest = max(0, state.pool.used_nbytes - shards - outputs)
+    rest = max(0, runtime.pool.used_nbytes - shards - outputs)
     return {
         "shards": shards,
         "in_flight": in_flight,
         "pool_rest": rest,
-        "idle_pool": state.pool.idle_nbytes + outgoing_idle,
+        "idle_pool": runtime.pool.idle_nbytes + outgoing_idle,
         "outgoing": in_flight + outgoing_idle,
     }
 

@@ -26,8 +26,8 @@ from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.shielding import to_its_end
+from dask_gpurt.plugins.shuffle.links import Links
 from dask_gpurt.plugins.shuffle.peer_connections import open_files
-from dask_gpurt.plugins.shuffle.transport_choice import Links
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
 from dask_gpurt.plugins.worker_report import RunReports, limited
 from dask_gpurt.shuffle.budget import Budget
@@ -324,7 +324,7 @@ def runtime_of(worker: Worker) -> WorkerRuntime:
     The worker holds it. A table in this module would keep both alive forever, even with weak keys,
     because the runtime refers to its worker.
     """
-    state: WorkerRuntime | None = worker.extensions.get(NAME)
-    if state is None:
-        state = worker.extensions[NAME] = WorkerRuntime(worker)
-    return state
+    runtime: WorkerRuntime | None = worker.extensions.get(NAME)
+    if runtime is None:
+        runtime = worker.extensions[NAME] = WorkerRuntime(worker)
+    return runtime

@@ -48,16 +48,18 @@ def forced(collective: str, algorithm: str) -> Iterator[None]:
 async def assert_nothing_stays(c, s, *workers):
     """No group, lock, plugin or memory of an operation is left."""
     gangs = s.plugins["gpurt"].collectives.gangs
-    states = [runtime_of(worker) for worker in workers]
+    runtimes = [runtime_of(worker) for worker in workers]
 
     def is_something_there():
-        members = [state.groups._members for state in states]
+        members = [runtime.groups._members for runtime in runtimes]
         keys = [key for key in s.tasks if str(key).startswith("gpurt-rank")]
         return gangs._gangs or keys or any(members)
 
     def is_memory_held():
         gc.collect()  # errors of futures refer to the frames that awaited them
-        return any(state.links.outgoing.used_nbytes or state.pool.used_nbytes for state in states)
+        return any(
+            runtime.links.outgoing.used_nbytes or runtime.pool.used_nbytes for runtime in runtimes
+        )
 
     # A thread of a rank may be about to return, and a message about to be dropped.
     while is_something_there() or is_memory_held():

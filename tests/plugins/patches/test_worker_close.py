@@ -131,7 +131,7 @@ async def test_plugin_teardown_does_not_wait_on_a_closing_worker(c, s, a):
     detaching = attachment.detach()
     with pytest.raises(StopIteration):
         detaching.send(None)
-    closing_state = asyncio.create_task(attachment.state.close())
+    closing_state = asyncio.create_task(attachment.runtime.close())
     await asyncio.sleep(0)
     closing_state.cancel()
     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import (
 from dask_gpurt.plugins.patches.connections import LostPeers
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.tracing.lane_names import COLLECTIVE
 
@@ -42,9 +42,9 @@ logger = logging.getLogger("dask_gpurt")
 class WorkerBroadcasts:
     """The handlers of one worker. On the event loop."""
 
-    def __init__(self, worker: Worker, state: WorkerRuntime, *, is_on: bool) -> None:
+    def __init__(self, worker: Worker, runtime: WorkerRuntime, *, is_on: bool) -> None:
         self._worker = worker
-        self._state = state
+        self._runtime = runtime
         self.awaited = AwaitedValues(worker, is_on=is_on)
         self._runs: dict[str, BroadcastRun] = {}
         #: The end of each broadcast: the size of the value here, or the reason why it is missing.
@@ -76,7 +76,7 @@ class WorkerBroadcasts:
         header, stretches = await asyncio.to_thread(serialize, value)
         del value
         return await broadcast_value(
-            self._state.links,
+            self._runtime.links,
             self._worker.rpc,
             self._worker.address,
             key,
@@ -117,18 +117,18 @@ class WorkerBroadcasts:
         nbytes = sum(request_checks.lengths(lengths))
         if not 0 < request_checks.count("n_slices", n_slices) <= max(1, nbytes):
             raise ProtocolError(f"{n_slices} slices of {nbytes} bytes")
-        if nbytes > self._state.memory_nbytes:
+        if nbytes > self._runtime.memory_nbytes:
             return {"why_not": f"{nbytes} bytes are more than the worker's memory"}
         if not isinstance(workers, (list, tuple)) or not isinstance(header, Mapping):
             raise ProtocolError("a broadcast without a list of workers, or without a header")
         if name in self._runs or self._worker.address not in workers:
             raise ProtocolError("a worker joins a broadcast once, and only its own")
         try:
-            received = Received(header, lengths, self._state.pool.empty_alone)
+            received = Received(header, lengths, self._runtime.pool.empty_alone)
         except MemoryError as error:
             return {"why_not": str(error)}
         rank = list(workers).index(self._worker.address)
-        run = BroadcastRun(self._state.links, name, workers, rank, received.stretches, n_slices)
+        run = BroadcastRun(self._runtime.links, name, workers, rank, received.stretches, n_slices)
         self._runs[name] = run
         lost = LostPeers(self._worker.rpc, run.lose)
 
@@ -180,9 +180,10 @@ class WorkerBroadcasts:
     ) -> dict[str, Any]:
         """Handler: take in a slice, or a peer's offer of a path."""
         if offers is not None:
-            return await self._state.links.accept(offers)
+            return await self._runtime.links.accept(offers)
         request_checks.message(sender, message)
-        run, start_s = self._runs.get(request_checks.name("name", name)), self._state.ledger.clock()
+        run = self._runs.get(request_checks.name("name", name))
+        start_s = self._runtime.ledger.clock()
         if run is None and name not in self._ends:
             raise OSError("the broadcast is over here")
         try:
@@ -193,7 +194,7 @@ class WorkerBroadcasts:
             return {"status": DAMAGED}
         except TransportError:
             return {"status": RELINK}
-        enter_receipt(self._state.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
+        enter_receipt(self._runtime.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
         return {"status": "OK"}
 
     def close(self) -> None:

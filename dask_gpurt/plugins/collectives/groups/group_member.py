@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.devices.host_memory.pool import HostPool
     from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall
-    from dask_gpurt.plugins.shuffle.transport_choice import Compose, Links
+    from dask_gpurt.plugins.shuffle.links import Compose, Links
     from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")
@@ -56,12 +56,12 @@ class GroupMember:
         Identifies the group on all of its workers.
     """
 
-    def __init__(self, worker: Worker, state: WorkerRuntime, name: str, rank: int) -> None:
+    def __init__(self, worker: Worker, runtime: WorkerRuntime, name: str, rank: int) -> None:
         self._worker = worker
         self.name, self.rank = name, rank
-        self.links: Links = state.links
-        self.pool: HostPool = state.pool
-        self.memory_nbytes = state.memory_nbytes
+        self.links: Links = runtime.links
+        self.pool: HostPool = runtime.pool
+        self.memory_nbytes = runtime.memory_nbytes
         #: Addresses of all ranks, once all have begun.
         self.workers: Sequence[str] = ()
         self.timeout_s = 0.0

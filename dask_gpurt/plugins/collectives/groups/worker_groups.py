@@ -21,7 +21,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import (
     GroupFailure,
     SliceHeader,
 )
-from dask_gpurt.plugins.shuffle.transport_choice import DAMAGED, RELINK
+from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.shuffle.routing import host_of
 from dask_gpurt.tracing.lane_names import COLLECTIVE
@@ -37,9 +37,9 @@ logger = logging.getLogger("dask_gpurt")
 class WorkerGroups:
     """The groups of one worker. On the event loop."""
 
-    def __init__(self, worker: Worker, state: WorkerRuntime) -> None:
+    def __init__(self, worker: Worker, runtime: WorkerRuntime) -> None:
         self._worker = worker
-        self._state = state
+        self._runtime = runtime
         self._members: dict[str, GroupMember] = {}
         self._is_closed = True
 
@@ -59,7 +59,7 @@ class WorkerGroups:
         if self._is_closed or name in self._members:
             raise CollectiveError("the runtime is off here, or this rank runs already")
         # Before the scheduler knows: peers may send as soon as it has answered them.
-        member = self._members[name] = GroupMember(self._worker, self._state, name, rank)
+        member = self._members[name] = GroupMember(self._worker, self._runtime, name, rank)
         try:
             answer = await self._worker.scheduler.gpurt_gang_join(
                 name=name, rank=rank, worker=self._worker.address, rate=self._rate()
@@ -77,7 +77,7 @@ class WorkerGroups:
         """Return the bytes a second of the slowest link to another host that was measured."""
         rates = [
             float(path["bandwidth"])
-            for address, path in self._state.links.report().items()
+            for address, path in self._runtime.links.report().items()
             if path["bandwidth"] and host_of(address) != host_of(self._worker.address)
         ]
         # A link that hardly moved anything is no measurement.
@@ -123,13 +123,13 @@ class WorkerGroups:
     ) -> dict[str, Any]:
         """Handler: take in slices for a rank, or a peer's offer of a path."""
         if offers is not None:
-            return await self._state.links.accept(offers)
+            return await self._runtime.links.accept(offers)
         decoded = SliceHeader.decoded(header)
         request_checks.message(sender, message)
         member = self._members.get(request_checks.name("name", name))
         if member is None:
             return _over(f"the rank at {self._worker.address} has ended its step, or never began")
-        start_s = self._state.ledger.clock()
+        start_s = self._runtime.ledger.clock()
         try:
             answer = await member.take(sender, decoded, payload)
         except DamagedError as error:
@@ -144,7 +144,7 @@ class WorkerGroups:
             return _over("the operation has ended")
         if answer["status"] != OVER:
             nbytes = decoded.nbytes if answer["status"] == "OK" else 0
-            enter_receipt(self._state.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
+            enter_receipt(self._runtime.ledger, nbytes, start_s, sender, 0, message, COLLECTIVE)
         return answer
 
     async def gpurt_collective_abort(self, name: str, failure: Any) -> None:

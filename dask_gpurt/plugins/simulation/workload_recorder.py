@@ -26,7 +26,7 @@ NAME = "gpurt-recorder"
 MAX_TASKS = 1_000_000
 
 
-class TraceRecorder(SchedulerPlugin):
+class WorkloadRecorder(SchedulerPlugin):
     """A scheduler plugin that records tasks."""
 
     name = NAME
@@ -136,7 +136,7 @@ def recorded(client: Client) -> Iterator[Recording]:
     """
     if problem := client.sync(activation.scheduler_differs, client):
         raise ActivationError(problem)
-    client.register_plugin(TraceRecorder())
+    client.register_plugin(WorkloadRecorder())
     try:
         yield Recording(client)
     finally:

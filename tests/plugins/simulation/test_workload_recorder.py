@@ -9,7 +9,7 @@ from distributed import Client, LocalCluster, wait
 
 from dask_gpurt.errors import WorkloadError
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.plugins.simulation.trace_recorder import TraceRecorder, recorded
+from dask_gpurt.plugins.simulation.workload_recorder import WorkloadRecorder, recorded
 from dask_gpurt.simulate.example_clusters import pcie_gpus
 
 
@@ -63,7 +63,7 @@ def test_empty_recording_is_not_a_trace(client):
 
 
 def test_oversized_recording_is_an_error(client):
-    client.register_plugin(TraceRecorder(max_tasks=3), name="small")
+    client.register_plugin(WorkloadRecorder(max_tasks=3), name="small")
     try:
         client.compute(da.ones(10, chunks=2), optimize_graph=False).result()
         with pytest.raises(WorkloadError, match="more than 3"):

@@ -17,7 +17,7 @@ from dask_gpurt.devices.array import DeviceArray
 from dask_gpurt.devices.emulated.emulated_device import EmulatedDevice
 from dask_gpurt.devices.vendors import AMD, NVIDIA
 from dask_gpurt.errors import ValueRefusedError
-from dask_gpurt.plugins.memory.gpu_store import (
+from dask_gpurt.plugins.memory.gpu_level import (
     GpuFacts,
     local_facts,
     register_sizeof,
@@ -73,9 +73,9 @@ def test_type_checks_import_no_gpu_library():
         "import sys\n"
         "import distributed\n"  # imports RMM if it is installed
         "before = set(sys.modules)\n"
-        "from dask_gpurt.plugins.memory import gpu_store, manager\n"
+        "from dask_gpurt.plugins.memory import gpu_level, manager\n"
         "from dask_gpurt.plugins.patches.values import value_bytes\n"
-        "gpu_store.why_no_gpu(gpu_store.local_facts())\n"
+        "gpu_level.why_no_gpu(gpu_level.local_facts())\n"
         "assert not value_bytes.is_on_device([1])\n"
         "print(sorted({'cupy', 'rmm', 'cudf', 'numba'} & set(sys.modules) - before))\n"
     )
