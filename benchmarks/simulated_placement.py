@@ -7,7 +7,7 @@ times, with tasks a little shorter or longer, in the same way on both sides. The
 median of the ratios.
 
 With `--workers`, the benchmark measures real processor time of the scheduler instead, on one
-machine with that many workers.
+cluster with that many workers.
 
 docs/simulator.md describes the models.
 """
@@ -57,7 +57,7 @@ MACHINES: tuple[tuple[Callable[[], ClusterModel], Scale], ...] = (
 JITTER = 1e-3
 
 
-def stock(machine: ClusterModel) -> Install | None:
+def stock(cluster: ClusterModel) -> Install | None:
     """Install nothing: stock Dask."""
     return None
 
@@ -74,8 +74,8 @@ def data_aware(
     """
     from dask_gpurt.plugins.placement.placer import Placement
 
-    def of_machine(machine: ClusterModel) -> Install:
-        truth = getattr(machine.network, "topology", None)
+    def of_cluster(cluster: ClusterModel) -> Install:
+        truth = getattr(cluster.network, "topology", None)
         told = truth and described(truth)
 
         def install(scheduler: Scheduler) -> None:
@@ -84,7 +84,7 @@ def data_aware(
 
         return install
 
-    return of_machine
+    return of_cluster
 
 
 POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
@@ -97,9 +97,9 @@ POLICIES: dict[str, Callable[[ClusterModel], Install | None]] = {
 
 @dataclass
 class Row:
-    """Results of one example on one machine: several draws, each with stock and with the policy."""
+    """Results of one example on one cluster: several draws, each with stock and with the policy."""
 
-    machine: str
+    cluster: str
     workload: str
     tasks: int
     stock: list[Result]
@@ -126,7 +126,7 @@ class Row:
 
     def plain(self) -> dict[str, Any]:
         return {
-            "machine": self.machine,
+            "machine": self.cluster,
             "workload": self.workload,
             "tasks": self.tasks,
             "ratio": self.ratio,
@@ -155,13 +155,13 @@ def drawn(model: Workload, number: int) -> Workload:
     )
 
 
-def compare(model: Workload, machine: ClusterModel, policy: str, draws: int) -> Row:
-    """Simulate a workload on a machine with stock placement and with the policy."""
-    row = Row(machine.name, model.name, len(model.tasks), [], [])
+def compare(model: Workload, cluster: ClusterModel, policy: str, draws: int) -> Row:
+    """Simulate a workload on a cluster with stock placement and with the policy."""
+    row = Row(cluster.name, model.name, len(model.tasks), [], [])
     for number in range(1, draws + 1):
         run = drawn(model, number)
-        one = simulate(run, machine)
-        other = simulate(run, machine, POLICIES[policy](machine))
+        one = simulate(run, cluster)
+        other = simulate(run, cluster, POLICIES[policy](cluster))
         assert {task.key for task in one.tasks} == {task.key for task in other.tasks}
         if policy == "stock":
             assert one == other, f"{model.name}: the simulation is not deterministic"
@@ -172,11 +172,11 @@ def compare(model: Workload, machine: ClusterModel, policy: str, draws: int) -> 
 
 
 def compare_all(policy: str, only: str, share: float, seeds: int, draws: int) -> list[Row]:
-    """Compare every example on every machine, or every held-out graph if there are seeds."""
+    """Compare every example on every cluster, or every held-out graph if there are seeds."""
     rows: list[Row] = []
-    for machine, models in _examples(only, share, seeds):
-        print(f"{machine.name}, {policy} against stock", flush=True)
-        here = [compare(model, machine, policy, draws) for model in models]
+    for cluster, models in _examples(only, share, seeds):
+        print(f"{cluster.name}, {policy} against stock", flush=True)
+        here = [compare(model, cluster, policy, draws) for model in models]
         ratios = [row.ratio for row in here]
         mean = statistics.geometric_mean(ratios)
         print(f"  geometric mean {mean:.3f}, worst {max(ratios):.3f}", flush=True)
@@ -194,13 +194,13 @@ INCIDENTS: dict[str, Callable[[str, float], Incident]] = {
 def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
     """Simulate every example with an incident of one worker after 40 % of the healthy makespan."""
     found = []
-    for machine, models in _examples(only, share):
-        print(f"{machine.name}, {policy}, one worker in trouble", flush=True)
+    for cluster, models in _examples(only, share):
+        print(f"{cluster.name}, {policy}, one worker in trouble", flush=True)
         for model in models:
-            healthy = simulate(model, machine, POLICIES[policy](machine))
+            healthy = simulate(model, cluster, POLICIES[policy](cluster))
             for what, incident in INCIDENTS.items():
-                address = machine.workers[0].address
-                bad = machine.with_incidents(incident(address, 0.4 * healthy.makespan_s))
+                address = cluster.workers[0].address
+                bad = cluster.with_incidents(incident(address, 0.4 * healthy.makespan_s))
                 result = simulate(model, bad, POLICIES[policy](bad))
                 assert {run.key for run in result.tasks} == {run.key for run in healthy.tasks}
                 ratio = result.makespan_s / healthy.makespan_s
@@ -211,7 +211,7 @@ def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
                 )
                 found.append(
                     {
-                        "machine": machine.name,
+                        "machine": cluster.name,
                         "workload": model.name,
                         "incident": what,
                         "healthy_s": healthy.makespan_s,
@@ -225,26 +225,26 @@ def bad_days(policy: str, only: str, share: float) -> list[dict[str, Any]]:
 def _examples(
     only: str, share: float, seeds: int = 0
 ) -> Iterator[tuple[ClusterModel, list[Workload]]]:
-    """Yield each machine with its graphs; `share` scales the number of blocks along an edge."""
-    for make_machine, scale in MACHINES:
-        machine = make_machine()
+    """Yield each cluster with its graphs; `share` scales the number of blocks along an edge."""
+    for make_cluster, scale in MACHINES:
+        cluster = make_cluster()
         side = max(2, round(scale.side * share))
         fitting = Scale(side, scale.block_nbytes, scale.load_rate, scale.rate)
         if seeds:
             models = [one(fitting, seed) for one in HELD_OUT for seed in range(1, seeds + 1)]
         else:
             models = [example(fitting) for example in EXAMPLES]
-        chosen = [m for m in models if only in m.name or only in machine.name]
+        chosen = [m for m in models if only in m.name or only in cluster.name]
         if chosen:
-            yield machine, chosen
+            yield cluster, chosen
 
 
 def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
     """Processor time of the scheduler for each task, at a size that few have."""
-    machine = nvlink_hosts(math.ceil(workers / 8), 8)
+    cluster = nvlink_hosts(math.ceil(workers / 8), 8)
     edge = (4 * workers) ** 0.5
-    print(f"{machine.name}: scheduler time, {policy} against stock", flush=True)
-    found: dict[str, Any] = {"workers": len(machine.workers), "policy": policy, "workloads": {}}
+    print(f"{cluster.name}: scheduler time, {policy} against stock", flush=True)
+    found: dict[str, Any] = {"workers": len(cluster.workers), "policy": policy, "workloads": {}}
     for example in EXAMPLES:
         # There are about four blocks for each worker, or fewer if a block has many tasks.
         shares: dict[Any, float] = {matmul: 0.63, stencil: 0.5, joins: 0.38}
@@ -258,7 +258,7 @@ def time_scheduler(workers: int, policy: str, repeats: int) -> dict[str, Any]:
                 # Otherwise garbage of the simulation would be collected in the scheduler's time.
                 gc.collect()
                 gc.disable()
-                result = simulate(model, machine, POLICIES[name](machine))
+                result = simulate(model, cluster, POLICIES[name](cluster))
                 gc.enable()
                 taken[side].append(result.scheduler_s_per_task)
         # Ratios are of neighbouring runs, because load on the machine changes times by a third.

@@ -132,16 +132,16 @@ def sources(workload: Workload) -> list[str]:
     return [task.key for task in workload.tasks if not task.dependencies]
 
 
-def held_by(workload: Workload, where: str, machine: ClusterModel) -> dict[str, str]:
+def held_by(workload: Workload, where: str, cluster: ClusterModel) -> dict[str, str]:
     """Return the worker of each source: where a policy persists them, or shuffled."""
     keys = sources(workload)
     if where == "shuffled":
-        addresses = [one.address for one in machine.workers] * (len(keys) // N_WORKERS)
+        addresses = [one.address for one in cluster.workers] * (len(keys) // N_WORKERS)
         random.Random(1).shuffle(addresses)
         return dict(zip(keys, addresses, strict=True))
     tasks = tuple(task for task in workload.tasks if not task.dependencies)
     made = Workload("x", tasks, tuple(range(len(tasks))))
-    result = simulate(made, machine, POLICIES[where](machine))
+    result = simulate(made, cluster, POLICIES[where](cluster))
     return {run.key: run.worker for run in result.tasks}
 
 
@@ -162,18 +162,18 @@ def report(result: Result, held: Mapping[str, str]) -> dict[str, float]:
 def simulated(only: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for hosts, nthreads in ((1, 1), (1, 2), (4, 1), (4, 2), (8, 1), (8, 2)):
-        machine = cpu_hosts(hosts, N_WORKERS // hosts, nthreads=nthreads)
-        print(machine.name)
+        cluster = cpu_hosts(hosts, N_WORKERS // hosts, nthreads=nthreads)
+        print(cluster.name)
         for name, reduction in REDUCTIONS.items():
             for where in ("made", "stock", "data-aware", "shuffled"):
                 if only not in f"{name}, {where}":
                     continue
                 workload = model(name, persisted=where != "made")
-                held = {} if where == "made" else held_by(workload, where, machine)
-                row: dict[str, Any] = {"machine": machine.name, "graph": name, "blocks": where}
+                held = {} if where == "made" else held_by(workload, where, cluster)
+                row: dict[str, Any] = {"machine": cluster.name, "graph": name, "blocks": where}
                 for side in ("stock", "data-aware"):
-                    install = POLICIES[side](machine)
-                    row[side] = report(simulate(workload, machine, install, held=held), held)
+                    install = POLICIES[side](cluster)
+                    row[side] = report(simulate(workload, cluster, install, held=held), held)
                 one, other = row["stock"], row["data-aware"]
                 print(
                     f"  {name:9} {where:10} stock {one['moved']:6.1f}  runtime"

@@ -220,8 +220,6 @@ OBJECTS = {"client", "scheduler", "state", "task", "ts", "worker", "ws"}
 PATCHES_ELSEWHERE = {
     # Its workers are `SimulatedWorker`, of this package.
     "plugins/simulation/simulated_run.py": {"worker.alive ="},
-    # Its state is `WorkerRuntime`, of this package.
-    "plugins/worker/attachment.py": {"self.runtime.final_close ="},
 }
 
 

@@ -5,7 +5,7 @@ A worker has an address in Dask's form, threads, memory and a speed. Between two
 network is any object with `route` and `capacities`. `TopologyNetwork` implements it for a described
 topology.
 
-Incidents are failures during a simulation. Ready-made machines are in
+Incidents are failures during a simulation. Ready-made clusters are in
 `dask_gpurt.simulate.example_clusters`.
 """
 
@@ -218,14 +218,14 @@ class ClusterModel:
         return {**self.network.capacities, **disks}
 
     def with_incidents(self, *incidents: Incident) -> ClusterModel:
-        """Return the same machine with these incidents."""
+        """Return the same cluster with these incidents."""
         return replace(self, incidents=incidents)
 
 
-def machine_of(
+def cluster_of_topology(
     name: str, topology: Topology, *, nthreads: int = 1, memory_nbytes: int = 64 * 2**30
 ) -> ClusterModel:
-    """Return a machine with a worker on each device of a topology.
+    """Return a cluster with a worker on each device of a topology.
 
     Hosts without devices get a worker on each NUMA node.
 

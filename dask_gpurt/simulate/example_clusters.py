@@ -1,15 +1,15 @@
-"""Example machines for simulations.
+"""Example clusters for simulations.
 
 Bandwidths are net of overhead: 100 Gb/s Ethernet carries about 12 GB/s of data. They are not
 measured on any particular machine. For real predictions, describe your machine in a file and use
-`dask_gpurt.simulate.cluster_model.machine_of`.
+`dask_gpurt.simulate.cluster_model.cluster_of_topology`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dask_gpurt.simulate.cluster_model import ClusterModel, machine_of
+from dask_gpurt.simulate.cluster_model import ClusterModel, cluster_of_topology
 from dask_gpurt.topology.model import DeviceNode, Host, Link, Nic, Numa, Topology
 
 ETHERNET_100G = 12e9
@@ -73,7 +73,7 @@ def gpu_hosts(
 
 def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> ClusterModel:
     """Return GPU hosts with NVLink inside and 100 Gb Ethernet between them."""
-    return machine_of(
+    return cluster_of_topology(
         f"{hosts * gpus_per_host} GPUs on {hosts} NVLink hosts over 100 Gb Ethernet",
         gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=True),
     )
@@ -81,7 +81,7 @@ def nvlink_hosts(hosts: int = 8, gpus_per_host: int = 8) -> ClusterModel:
 
 def pcie_gpus(hosts: int = 2, gpus_per_host: int = 8) -> ClusterModel:
     """Return GPU hosts without NVLink, on 100 Gb Ethernet."""
-    return machine_of(
+    return cluster_of_topology(
         f"{hosts * gpus_per_host} PCIe GPUs on {hosts} hosts over 100 Gb Ethernet",
         gpu_hosts(hosts, gpus_per_host, nic_bandwidth=ETHERNET_100G, nvlink=False),
     )
@@ -91,13 +91,13 @@ def cpu_hosts(hosts: int, workers_per_host: int, *, nthreads: int = 1) -> Cluste
     """Return CPU workers on 10 Gb Ethernet."""
     topology = _hosts_without_gpus(workers_per_host, [ETHERNET_10G] * hosts)
     name = f"{hosts} hosts of {workers_per_host} workers of {nthreads} threads on 10 Gb Ethernet"
-    return machine_of(name, topology, nthreads=nthreads)
+    return cluster_of_topology(name, topology, nthreads=nthreads)
 
 
 def one_slow_nic(hosts: int = 8, workers_per_host: int = 4) -> ClusterModel:
     """Return CPU workers on 10 Gb Ethernet, where one host's NIC runs at a tenth of that."""
     nics = [*[ETHERNET_10G] * (hosts - 1), ETHERNET_10G / 10]
-    return machine_of(
+    return cluster_of_topology(
         f"{hosts} hosts of {workers_per_host} workers on 10 Gb Ethernet, one NIC at 1 Gb",
         _hosts_without_gpus(workers_per_host, nics),
     )

@@ -71,10 +71,10 @@ class Result:
     steals
         Number of tasks moved to another worker after they were sent to one.
     spilled_nbytes
-        Bytes that each worker wrote to disk; empty on machines without disks.
+        Bytes that each worker wrote to disk; empty on clusters without disks.
     needed_nbytes
         The most that each worker had to have in memory at once: inputs and outputs of running
-        tasks, and shards. Empty on machines without disks. If it is more than the worker's memory,
+        tasks, and shards. Empty on clusters without disks. If it is more than the worker's memory,
         the program does not fit.
     """
 

@@ -1,4 +1,4 @@
-"""A minimal machine for tests: each worker is a host, with one link into a switch and one out.
+"""A minimal cluster for tests: each worker is a host, with one link into a switch and one out.
 
 Numbers are powers of two, so that sums of times are exact in any order.
 """
@@ -29,12 +29,12 @@ class FlatNetwork:
 
 
 def address(number: int) -> str:
-    """Return the address of a worker of a flat machine."""
+    """Return the address of a worker of a flat cluster."""
     return f"tcp://10.0.0.{number}:40000"
 
 
 def flat(workers: int, *, nthreads: int = 1, speeds: Sequence[float] = ()) -> ClusterModel:
-    """Make a machine of equal hosts; `speeds` are those of the first workers."""
+    """Make a cluster of equal hosts; `speeds` are those of the first workers."""
     models = tuple(
         WorkerModel(address(number), nthreads=nthreads, speed=speed)
         for number, speed in enumerate([*speeds, *[1.0] * (workers - len(speeds))])

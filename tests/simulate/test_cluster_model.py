@@ -1,4 +1,4 @@
-"""Modelled machines have workers and paths as in their topology."""
+"""Modelled clusters have workers and paths as in their topology."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 
 from dask_gpurt.errors import SimulationError
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.simulate.cluster_model import ChangesSpeed, Dies, TopologyNetwork, machine_of
+from dask_gpurt.simulate.cluster_model import (
+    ChangesSpeed,
+    Dies,
+    TopologyNetwork,
+    cluster_of_topology,
+)
 from dask_gpurt.simulate.example_clusters import nvlink_hosts, one_slow_nic, pcie_gpus
 from dask_gpurt.topology.description import parse
 from dask_gpurt.topology.model import Host, Link, Numa, Topology
@@ -20,22 +25,22 @@ DESCRIBED = pathlib.Path(__file__).parents[1] / "data" / "topologies"
 
 def test_a_described_machine_has_a_worker_on_each_device():
     topology = parse((DESCRIBED / "dgx-h100.yaml").read_text())
-    machine = machine_of("a DGX", topology, nthreads=2)
-    assert len(machine.workers) == 8
-    assert machine.workers[3].name == "dgx-3"
-    assert machine.workers[3].host == "10.0.0.1"
-    assert machine.workers[3].memory_nbytes == 80 * 2**30
-    first, last = machine.workers[0].address, machine.workers[-1].address
-    route = machine.network.route(first, last)
+    cluster = cluster_of_topology("a DGX", topology, nthreads=2)
+    assert len(cluster.workers) == 8
+    assert cluster.workers[3].name == "dgx-3"
+    assert cluster.workers[3].host == "10.0.0.1"
+    assert cluster.workers[3].memory_nbytes == 80 * 2**30
+    first, last = cluster.workers[0].address, cluster.workers[-1].address
+    route = cluster.network.route(first, last)
     assert len(route.links) == 2
-    assert {machine.network.capacities[link] for link in route.links} == {450e9}
+    assert {cluster.network.capacities[link] for link in route.links} == {450e9}
 
 
 def test_worker_addresses_match_the_description_of_placement():
-    for machine in (nvlink_hosts(2, 2), pcie_gpus(2, 2), one_slow_nic(2, 2)):
-        network = machine.network
+    for cluster in (nvlink_hosts(2, 2), pcie_gpus(2, 2), one_slow_nic(2, 2)):
+        network = cluster.network
         assert isinstance(network, TopologyNetwork)
-        for worker in machine.workers:
+        for worker in cluster.workers:
             found = network.topology.node_of(
                 address=worker.address, name=worker.name or worker.address, host=worker.host
             )
@@ -47,35 +52,37 @@ def test_worker_addresses_match_the_description_of_placement():
 
 def test_hosts_may_have_addresses_of_ipv6():
     hosts = tuple(Host(name, (Numa("n"),), addresses=(f"fd00::{name}",)) for name in ("a", "b"))
-    machine = machine_of("two", Topology(hosts, (Link("l", ("a/n", "b/n"), "ethernet", 2.0**30),)))
-    one, other = machine.workers
+    cluster = cluster_of_topology(
+        "two", Topology(hosts, (Link("l", ("a/n", "b/n"), "ethernet", 2.0**30),))
+    )
+    one, other = cluster.workers
     assert (one.address, one.host) == ("tcp://[fd00::a]:40000", "fd00::a")
     fetching = workload(task("x-0", nbytes=2**30), task("y-0", nbytes=2**30), task("z-0", 0, 1))
-    result = simulate(fetching, machine)
+    result = simulate(fetching, cluster)
     (moved,) = result.transfers
     assert {moved.source, moved.target} == {one.address, other.address}
 
 
 def test_links_have_two_directions():
-    machine = pcie_gpus(2, 2)
-    one, other = machine.workers[0].address, machine.workers[-1].address
-    there, back = machine.network.route(one, other), machine.network.route(other, one)
+    cluster = pcie_gpus(2, 2)
+    one, other = cluster.workers[0].address, cluster.workers[-1].address
+    there, back = cluster.network.route(one, other), cluster.network.route(other, one)
     assert there.latency_s == back.latency_s > 0
     assert len(there.links) == len(back.links) == 6
     assert not set(there.links) & set(back.links)
     assert {link.rpartition(" to ")[0] for link in there.links} == {
         link.rpartition(" to ")[0] for link in back.links
     }
-    assert set(there.links) | set(back.links) <= set(machine.network.capacities)
+    assert set(there.links) | set(back.links) <= set(cluster.network.capacities)
 
 
 def test_nvlink_is_used_within_hosts_and_ethernet_between():
-    machine = nvlink_hosts(2, 2)
+    cluster = nvlink_hosts(2, 2)
     narrowest = [
         min(
-            machine.network.capacities[link]
-            for link in machine.network.route(
-                machine.workers[0].address, machine.workers[peer].address
+            cluster.network.capacities[link]
+            for link in cluster.network.route(
+                cluster.workers[0].address, cluster.workers[peer].address
             ).links
         )
         for peer in (1, 2)
@@ -84,30 +91,30 @@ def test_nvlink_is_used_within_hosts_and_ethernet_between():
 
 
 def test_slow_network_card_is_slow():
-    machine = one_slow_nic(3, 1)
-    route = machine.network.route(machine.workers[0].address, machine.workers[2].address)
-    assert min(machine.network.capacities[link] for link in route.links) == 0.12e9
+    cluster = one_slow_nic(3, 1)
+    route = cluster.network.route(cluster.workers[0].address, cluster.workers[2].address)
+    assert min(cluster.network.capacities[link] for link in route.links) == 0.12e9
 
 
 def test_unconnected_hosts_have_no_path():
     hosts = tuple(Host(name, (Numa("numa0"),)) for name in ("a", "b"))
-    machine = machine_of("two islands", Topology(hosts, ()))
-    assert machine.network.route("tcp://a:40000", "tcp://a:40000").links == ()
+    cluster = cluster_of_topology("two islands", Topology(hosts, ()))
+    assert cluster.network.route("tcp://a:40000", "tcp://a:40000").links == ()
     with pytest.raises(SimulationError, match="no link"):
-        machine.network.route("tcp://a:40000", "tcp://b:40000")
+        cluster.network.route("tcp://a:40000", "tcp://b:40000")
 
 
 def test_incidents_make_another_machine():
-    machine = pcie_gpus(1, 2)
-    bad = machine.with_incidents(Dies(machine.workers[0].address, 1.0))
-    assert machine.incidents == ()
-    assert bad.workers == machine.workers
+    cluster = pcie_gpus(1, 2)
+    bad = cluster.with_incidents(Dies(cluster.workers[0].address, 1.0))
+    assert cluster.incidents == ()
+    assert bad.workers == cluster.workers
 
 
 def called(*names):
-    machine = flat(len(names))
-    workers = (replace(one, name=name) for one, name in zip(machine.workers, names, strict=True))
-    return replace(machine, workers=tuple(workers))
+    cluster = flat(len(names))
+    workers = (replace(one, name=name) for one, name in zip(cluster.workers, names, strict=True))
+    return replace(cluster, workers=tuple(workers))
 
 
 @pytest.mark.parametrize(

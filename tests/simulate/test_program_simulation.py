@@ -70,9 +70,9 @@ def test_a_transfer_waits_while_its_worker_has_too_much_to_send(monkeypatch):
 
 
 def test_workers_cannot_die_in_a_program_with_shuffles():
-    machine = flat(2).with_incidents(Dies(address(0), at_s=1.0))
+    cluster = flat(2).with_incidents(Dies(address(0), at_s=1.0))
     with pytest.raises(SimulationError, match="no worker can fail"):
-        simulate(shuffled(2, MIB), machine)
+        simulate(shuffled(2, MIB), cluster)
 
 
 def test_a_second_graph_waits_for_the_first_and_for_the_client():
@@ -128,9 +128,9 @@ def test_memory_is_only_counted_without_a_disk():
 
 
 def small(limit_nbytes: int, disk_nbytes_per_s: float):
-    machine = flat(1)
-    workers = tuple(replace(one, memory_nbytes=limit_nbytes) for one in machine.workers)
-    return replace(machine, workers=workers, disk_nbytes_per_s=disk_nbytes_per_s)
+    cluster = flat(1)
+    workers = tuple(replace(one, memory_nbytes=limit_nbytes) for one in cluster.workers)
+    return replace(cluster, workers=workers, disk_nbytes_per_s=disk_nbytes_per_s)
 
 
 def test_results_beyond_the_target_go_to_disk_and_come_back():
@@ -162,9 +162,9 @@ def test_a_worker_that_is_too_small_is_said_to_need_more():
 
 
 def test_shards_that_have_no_room_go_to_disk():
-    machine = flat(2)
-    workers = tuple(replace(one, memory_nbytes=64 * MIB) for one in machine.workers)
-    tight = replace(machine, workers=workers, disk_nbytes_per_s=1024.0 * MIB)
+    cluster = flat(2)
+    workers = tuple(replace(one, memory_nbytes=64 * MIB) for one in cluster.workers)
+    tight = replace(cluster, workers=workers, disk_nbytes_per_s=1024.0 * MIB)
     result = simulate(shuffled(8, 64 * MIB), tight, validate=True)
     # Each worker receives 32 MiB, and has room for 0.3 of 64 MiB. Its outputs fit.
     for worker in range(2):

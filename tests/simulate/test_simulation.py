@@ -52,9 +52,9 @@ def test_chain_takes_its_durations_and_two_messages_per_task():
 
 
 def test_each_worker_starts_once_before_its_first_task():
-    machine = flat(2)
+    cluster = flat(2)
     cold = replace(
-        machine, workers=tuple(replace(one, startup_s=3.0, speed=2.0) for one in machine.workers)
+        cluster, workers=tuple(replace(one, startup_s=3.0, speed=2.0) for one in cluster.workers)
     )
     result = simulate(spread(4), cold, validate=True)
     first = [min(run.stop_s for run in result.tasks if run.worker == address(n)) for n in range(2)]
@@ -127,8 +127,8 @@ from dask_gpurt.simulate.example_clusters import nvlink_hosts, pcie_gpus
 scale = Scale(side=4, block_nbytes=100_000_000, load_rate=2e9, rate=50e9)
 def placed(scheduler):
     Placement(scheduler, "data-aware", clock=asyncio.get_running_loop().time)
-def digest(workload, machine, install=None):
-    result = simulate(workload, machine, install)
+def digest(workload, cluster, install=None):
+    result = simulate(workload, cluster, install)
     seen = (result.makespan_s, result.tasks, result.transfers, result.link_nbytes, result.steals)
     print(workload.name, hashlib.sha256(repr(seen).encode()).hexdigest())
 for example in EXAMPLES:
@@ -171,17 +171,17 @@ def test_slow_worker_gets_fewer_tasks():
 
 def test_slowed_worker_takes_longer_from_then_on():
     # Half of the only task is done at full speed, and the other half at an eighth of it.
-    machine = flat(1).with_incidents(ChangesSpeed(address(0), at_s=CONTROL_S + 0.5, speed=0.125))
-    result = simulate(chain(1, s=1.0), machine)
+    cluster = flat(1).with_incidents(ChangesSpeed(address(0), at_s=CONTROL_S + 0.5, speed=0.125))
+    result = simulate(chain(1, s=1.0), cluster)
     assert result.makespan_s == CONTROL_S + 0.5 + 0.5 / 0.125 + CONTROL_S + CONTROL_S
 
 
 @pytest.mark.parametrize("at_s", [0.1, 0.6, 0.9])
 def test_tasks_of_a_dead_worker_are_repeated(at_s):
     # The last death happens during transfers.
-    machine = flat(3).with_incidents(Dies(address(1), at_s))
+    cluster = flat(3).with_incidents(Dies(address(1), at_s))
     model = reduction(24)
-    result = simulate(model, machine, validate=True)
+    result = simulate(model, cluster, validate=True)
     assert {run.key for run in result.tasks} == {str(one.key) for one in model.tasks}
     assert all(run.stop_s < at_s for run in result.tasks if run.worker == address(1))
     assert not any(
@@ -190,7 +190,7 @@ def test_tasks_of_a_dead_worker_are_repeated(at_s):
         if address(1) in (moved.source, moved.target)
     )
     assert result.makespan_s > simulate(model, flat(3)).makespan_s
-    assert result == simulate(model, machine)
+    assert result == simulate(model, cluster)
 
 
 def test_sender_has_bandwidth_again_after_its_receiver_died():
@@ -214,9 +214,9 @@ def test_sender_has_bandwidth_again_after_its_receiver_died():
 
 
 def test_simulation_ends_without_workers():
-    machine = flat(1).with_incidents(Dies(address(0), 0.1))
+    cluster = flat(1).with_incidents(Dies(address(0), 0.1))
     with pytest.raises(SimulationError, match="is not done"):
-        simulate(chain(2), machine)
+        simulate(chain(2), cluster)
 
 
 @pytest.mark.parametrize("held", [{"no task": address(0)}, {"chain-0": address(7)}])

@@ -15,14 +15,14 @@ from dask_gpurt.simulate.result import Result
 
 
 def simulate_placed(
-    policy: Literal["auto", "data-aware", "stock"], program: ProgramModel, machine: ClusterModel
+    policy: Literal["auto", "data-aware", "stock"], program: ProgramModel, cluster: ClusterModel
 ) -> Result:
     """Simulate a program with a placement policy, which knows the topology if there is one."""
 
     def install(scheduler: Scheduler) -> None:
         if policy != "stock":
-            network = machine.network
+            network = cluster.network
             topology = network.topology if isinstance(network, TopologyNetwork) else None
             Placement(scheduler, policy, topology, clock=asyncio.get_running_loop().time)
 
-    return simulate(program, machine, install)
+    return simulate(program, cluster, install)

@@ -1,4 +1,4 @@
-"""State that the workers of one simulation share: the machine, the tasks, and what happened."""
+"""State that the workers of one simulation share: the cluster, the tasks, and what happened."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SharedState:
     """
 
     clock: VirtualClock
-    machine: ClusterModel
+    cluster: ClusterModel
     transfers: Transfers
     models: dict[Key, TaskModel]
     send: Callable[[str, dict[str, Any]], None]

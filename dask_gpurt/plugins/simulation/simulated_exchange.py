@@ -109,7 +109,7 @@ class ModelledExchange:
     ) -> None:
         shared = self._shared
         start_s = shared.clock.now_s
-        route = shared.machine.network.route(source, owner)
+        route = shared.cluster.network.route(source, owner)
 
         def sent() -> None:
             shared.count_on_links(route.links, int(nbytes))

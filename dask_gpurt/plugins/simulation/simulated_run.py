@@ -1,4 +1,4 @@
-"""Simulation of a workload on a modelled machine, with distributed's own scheduler.
+"""Simulation of a workload on a modelled cluster, with distributed's own scheduler.
 
 There are no sockets, processes or threads. The scheduler itself takes no virtual time; its
 processor time is in `Result.cost`. `docs/simulator.md` lists what is modelled.
@@ -47,19 +47,19 @@ Install = Callable[[Scheduler], Awaitable[object] | object]
 
 def simulate(
     workload: Workload | ProgramModel,
-    machine: ClusterModel,
+    cluster: ClusterModel,
     install: Install | None = None,
     *,
     held: Mapping[str, str] | None = None,
     validate: bool = False,
 ) -> Result:
-    """Compute a workload on a modelled machine.
+    """Compute a workload on a modelled cluster.
 
     Parameters
     ----------
     workload
         Tasks that a client submits at once, or a program with shuffles and several graphs.
-    machine
+    cluster
         Machine on which the workload runs.
     install
         Called with the scheduler after its workers have joined and before the graph is submitted.
@@ -83,10 +83,10 @@ def simulate(
     """
     program = workload if isinstance(workload, ProgramModel) else ProgramModel.of(workload)
     workload = program.workload
-    if program.exchanges and machine.incidents:
+    if program.exchanges and cluster.incidents:
         raise SimulationError("no worker can fail in a simulation of a program with shuffles")
     keys = {str(task.key) for task in workload.tasks}
-    addresses = {worker.address for worker in machine.workers}
+    addresses = {worker.address for worker in cluster.workers}
     for key, address in (held or {}).items():
         if str(key) not in keys or address not in addresses:
             raise SimulationError(
@@ -96,7 +96,7 @@ def simulate(
     with virtual_time():
         io_loop = VirtualIOLoop(asyncio_loop=loop)
         try:
-            simulation = _Simulation(program, machine, loop, held or {}, validate=validate)
+            simulation = _Simulation(program, cluster, loop, held or {}, validate=validate)
             return loop.run(simulation.run(install))
         finally:
             io_loop.close()
@@ -170,7 +170,7 @@ class _Simulation:
     def __init__(
         self,
         program: ProgramModel,
-        machine: ClusterModel,
+        cluster: ClusterModel,
         loop: VirtualLoop,
         held: Mapping[str, str],
         *,
@@ -179,7 +179,7 @@ class _Simulation:
         self._program = program
         self._workload = workload = program.workload
         self._held = {StableStr(key): address for key, address in held.items()}
-        self._machine = machine
+        self._cluster = cluster
         self._loop = loop
         self._clock = loop.clock
         self._validate = validate
@@ -190,8 +190,8 @@ class _Simulation:
         self._rank = {task.key: rank for rank, task in enumerate(workload.tasks)}
         self._shared = SharedState(
             clock=loop.clock,
-            machine=machine,
-            transfers=Transfers(loop.clock, machine.capacities),
+            cluster=cluster,
+            transfers=Transfers(loop.clock, cluster.capacities),
             send=self._to_scheduler,
             models={task.key: task for task in workload.tasks},
             limits=Limits.from_config(),
@@ -212,8 +212,8 @@ class _Simulation:
         self._bandwidth = scheduler.bandwidth
         try:
             await scheduler.start_plugins()
-            for number, model in enumerate(self._machine.workers):
-                await self._add_worker(model, number / len(self._machine.workers))
+            for number, model in enumerate(self._cluster.workers):
+                await self._add_worker(model, number / len(self._cluster.workers))
             if install is not None:
                 outcome = install(scheduler)
                 if inspect.isawaitable(outcome):
@@ -221,9 +221,9 @@ class _Simulation:
             self._time_periodic_callbacks()
             clock.call_later(STUCK_S, partial(self._check_for_stall, ()))
             started_s = clock.now_s
-            for incident in self._machine.incidents:
+            for incident in self._cluster.incidents:
                 clock.call_at(started_s + incident.at_s, partial(self._apply_incident, incident))
-            self._client = _Client(clock, self._machine.control_latency_s)
+            self._client = _Client(clock, self._cluster.control_latency_s)
             scheduler.add_simulated_client(CLIENT, self._client)
             self._hold()
             await self._submit_all()
@@ -298,7 +298,7 @@ class _Simulation:
 
     def _result(self, makespan_s: float) -> Result:
         shared = self._shared
-        limited = shared.workers if self._machine.disk_nbytes_per_s else {}
+        limited = shared.workers if self._cluster.disk_nbytes_per_s else {}
         return Result(
             makespan_s=makespan_s,
             tasks=tuple(shared.tasks),
@@ -337,7 +337,7 @@ class _Simulation:
             stimulus_id="add-worker-simulated",
         )
         # Stagger the heartbeats, like those of workers that joined one after the other.
-        interval_s = heartbeat_interval(len(self._machine.workers))
+        interval_s = heartbeat_interval(len(self._cluster.workers))
         self._clock.call_later(interval_s * turn, partial(self._heartbeat, worker, interval_s))
 
     def _hold(self) -> None:
@@ -364,7 +364,7 @@ class _Simulation:
         }
         # Look the handler up on arrival, since plugins wrap handlers.
         self._clock.call_later(
-            self._machine.control_latency_s,
+            self._cluster.control_latency_s,
             lambda: self._scheduler.handlers["heartbeat_worker"](**heartbeat),
         )
         self._clock.call_later(interval_s, partial(self._heartbeat, worker, interval_s))
@@ -377,7 +377,7 @@ class _Simulation:
         worker.die()
         # The scheduler notices the broken connection.
         self._clock.call_later(
-            self._machine.control_latency_s,
+            self._cluster.control_latency_s,
             lambda: self._loop.create_task(
                 self._scheduler.remove_worker(
                     worker.address, stimulus_id="connection-lost-simulated", close=False
@@ -393,14 +393,14 @@ class _Simulation:
         def deliver(messages: list[dict[str, Any]]) -> None:
             for message in messages:
                 self._clock.call_later(
-                    self._machine.control_latency_s, partial(worker.receive, message)
+                    self._cluster.control_latency_s, partial(worker.receive, message)
                 )
 
         return _ConnectionToWorker(deliver)
 
     def _to_scheduler(self, address: str, message: dict[str, Any]) -> None:
         self._clock.call_later(
-            self._machine.control_latency_s, partial(self._arrive, address, message)
+            self._cluster.control_latency_s, partial(self._arrive, address, message)
         )
 
     def _arrive(self, address: str, message: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ and answers the scheduler. This module executes its instructions in virtual time
 duration at this worker's speed; a transfer takes its request's latency plus the time of its bytes
 on the links.
 
-On a machine with disks, memory is limited: results go to disk and come back, which takes time. On
+On a cluster with disks, memory is limited: results go to disk and come back, which takes time. On
 others it is only counted. The model leaves out pausing, worker plugins, threads that slow each
 other down, and the time of the worker's own event loop.
 """
@@ -98,13 +98,13 @@ class ModelledWorker:
         self.peak_nbytes = 0
         self._shared = shared
         self._host = model.host
-        machine = shared.machine
-        has_disk = machine.disk_nbytes_per_s is not None
+        cluster = shared.cluster
+        has_disk = cluster.disk_nbytes_per_s is not None
         self.memory = ModelledMemory(model.memory_nbytes if has_disk else math.inf, shared.next_use)
         self._disk = MemoryAndDisk(
             self.memory,
             shared.transfers,
-            (machine.disk_of(model.host),) if has_disk else (),
+            (cluster.disk_of(model.host),) if has_disk else (),
             self._next_inputs,
         )
         self._startup_s = model.startup_s
@@ -292,7 +292,7 @@ class ModelledWorker:
         number = self._fetch_count
         self._fetch_count += 1
         self._fetches[number] = _Fetch(source.address, instruction, shared.clock.now_s)
-        latency_s = shared.machine.network.route(self.address, source.address).latency_s
+        latency_s = shared.cluster.network.route(self.address, source.address).latency_s
         self._later(latency_s, lambda: source.serve(self, number))
 
     def serve(self, target: ModelledWorker, number: int) -> None:
@@ -301,7 +301,7 @@ class ModelledWorker:
         if fetch is None or not target.alive:
             return
         shared = self._shared
-        route = shared.machine.network.route(self.address, target.address)
+        route = shared.cluster.network.route(self.address, target.address)
         instruction = fetch.instruction
         if not self.alive:
             target._later(route.latency_s, lambda: target._failed(number))
@@ -447,7 +447,7 @@ class ModelledWorker:
                 peer._peer_lost(self)
 
     def _peer_lost(self, peer: ModelledWorker) -> None:
-        latency_s = self._shared.machine.network.route(peer.address, self.address).latency_s
+        latency_s = self._shared.cluster.network.route(peer.address, self.address).latency_s
         for number, fetch in self._fetches.items():
             if fetch.source == peer.address and fetch.transfer is not None:
                 self._shared.transfers.abort(fetch.transfer)

@@ -10,7 +10,7 @@ import pytest
 from dask_gpurt.plugins.placement import rules
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.simulate.cluster_model import machine_of
+from dask_gpurt.simulate.cluster_model import cluster_of_topology
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.simulate.examples import Scale, add, transpose_add, uneven_tree_sum
 from tests.simulate.flat import flat, task, workload
@@ -33,7 +33,7 @@ def tree():
 
 
 def test_a_simulation_is_the_same_without_fast_paths(monkeypatch):
-    machine = machine_of("boxes", TOPOLOGY)
+    machine = cluster_of_topology("boxes", TOPOLOGY)
     placed = []
 
     def install(scheduler):
@@ -81,7 +81,7 @@ def test_idle_holder_is_always_a_candidate():
 @pytest.mark.parametrize("nvlink", [True, False])
 def test_fast_paths_agree_on_a_saturated_cluster(example, nvlink, monkeypatch):
     """While root tasks are queued, busy workers take fast paths too."""
-    machine = machine_of("boxes", gpu_hosts(3, 8, nic_bandwidth=12.5e9, nvlink=nvlink))
+    machine = cluster_of_topology("boxes", gpu_hosts(3, 8, nic_bandwidth=12.5e9, nvlink=nvlink))
     model = example(Scale(side=12, block_nbytes=100 * MB, load_rate=1e9, rate=20e9))
     placed = []
 

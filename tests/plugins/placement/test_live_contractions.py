@@ -14,7 +14,7 @@ from dask_gpurt.plugins.placement import live_contractions
 from dask_gpurt.plugins.placement.live_contractions import Contractions
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.simulate.cluster_model import Dies, machine_of
+from dask_gpurt.simulate.cluster_model import Dies, cluster_of_topology
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.simulate.examples import EXAMPLES, Scale, matmul
 from dask_gpurt.simulate.graphs import TaskCost, workload_of
@@ -26,7 +26,7 @@ LOAD, WORK = TaskCost(of="nothing", nbytes=2 * MB, rate=0.3e9), TaskCost(rate=1e
 
 def boxes(n_hosts, per_host=2, **options):
     topology = gpu_hosts(n_hosts, per_host, nic_bandwidth=12.5e6, nvlink=False, **options)
-    return machine_of("boxes", topology)
+    return cluster_of_topology("boxes", topology)
 
 
 def ours(scheduler):
@@ -157,8 +157,8 @@ def test_operands_without_a_grid_are_spread_as_by_stock_dask(asked):
     machine = gpu_hosts(16, 8, nic_bandwidth=12e9, nvlink=True)
     model = matmul(replace(SCALE, side=10))
     placed = []
-    for install in (None, told(machine_of("boxes", machine))):
-        run = simulate(model, machine_of("boxes", machine), install)
+    for install in (None, told(cluster_of_topology("boxes", machine))):
+        run = simulate(model, cluster_of_topology("boxes", machine), install)
         placed.append({one.key: one.worker for one in run.tasks if "like" in one.key})
     assert not asked
     assert placed[0] == placed[1]

@@ -10,13 +10,13 @@ import pytest
 
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.simulate.cluster_model import machine_of
+from dask_gpurt.simulate.cluster_model import cluster_of_topology
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from tests.simulate.flat import task, workload
 
 MB = 1_000_000
 #: Two hosts with two GPUs each.
-MACHINE = machine_of("boxes", gpu_hosts(2, 2, nic_bandwidth=12e9, nvlink=False))
+MACHINE = cluster_of_topology("boxes", gpu_hosts(2, 2, nic_bandwidth=12e9, nvlink=False))
 
 #: Number of tasks. With more than twice as many as threads, Dask would take them for root tasks.
 FEW = 8

@@ -9,7 +9,7 @@ import pytest
 
 from dask_gpurt.plugins.placement.placer import Placement
 from dask_gpurt.plugins.simulation.simulated_run import simulate
-from dask_gpurt.simulate.cluster_model import machine_of
+from dask_gpurt.simulate.cluster_model import cluster_of_topology
 from dask_gpurt.simulate.example_clusters import gpu_hosts
 from dask_gpurt.simulate.examples import Scale, joins, stencil
 
@@ -33,7 +33,7 @@ def host(address):
 
 
 def test_inputs_of_a_shuffle_are_spread_over_all_hosts():
-    machine = machine_of("boxes", gpu_hosts(16, 8, nic_bandwidth=12e9, nvlink=True))
+    machine = cluster_of_topology("boxes", gpu_hosts(16, 8, nic_bandwidth=12e9, nvlink=True))
     runs = both(joins(SCALE), machine)
     stock, ours = (
         Counter(host(one.worker) for one in run.tasks if "frompandas" in one.key) for run in runs
@@ -45,7 +45,7 @@ def test_inputs_of_a_shuffle_are_spread_over_all_hosts():
 @pytest.mark.parametrize("is_discovered", [True, False])
 def test_no_block_moves_for_the_edges_of_others(is_discovered):
     """A block of a stencil takes a second to send, and an edge of it less than a millisecond."""
-    machine = machine_of("boxes", gpu_hosts(4, 4, nic_bandwidth=0.5e9, nvlink=True))
+    machine = cluster_of_topology("boxes", gpu_hosts(4, 4, nic_bandwidth=0.5e9, nvlink=True))
     stock, ours = both(stencil(SCALE), machine, is_discovered=is_discovered)
     crossing = [one for one in ours.transfers if host(one.source) != host(one.target)]
     assert max(one.nbytes for one in crossing) < SCALE.block_nbytes / 100
