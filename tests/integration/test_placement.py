@@ -82,7 +82,7 @@ def test_remembered_decision_can_be_explained(four):
     assert not dask_gpurt.explain(four.stock, future.key)["known"]
 
 
-def test_explanation_of_a_collection_names_the_way_to_its_futures(four):
+def test_explanation_of_a_collection_is_refused(four):
     with pytest.raises(TypeError, match=r"type Array; futures_of\(collection\)"):
         dask_gpurt.explain(four.enabled, random_array(3))
 

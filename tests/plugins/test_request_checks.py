@@ -14,7 +14,7 @@ import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.errors import ConfigError, ProtocolError
 from dask_gpurt.plugins import request_checks
-from dask_gpurt.plugins.shuffle.links import Links
+from dask_gpurt.plugins.shuffle.peer_links import Links
 from tests.integration.comparing import collection
 
 VERSION = dask_gpurt.__version__

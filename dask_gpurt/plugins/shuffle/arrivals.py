@@ -1,6 +1,6 @@
 """The receiving end of a worker's links: offers of peers, and the payloads of their messages.
 
-`links` adds the sending end. A payload comes inside its message, in memory that both
+`peer_links` adds the sending end. A payload comes inside its message, in memory that both
 processes of one host can read (`transport.shared`), or over UCX.
 """
 

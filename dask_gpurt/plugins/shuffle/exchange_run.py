@@ -51,8 +51,8 @@ from dask_gpurt.plugins.shuffle.fine_metrics import (
     amount,
     left_host,
 )
-from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
 from dask_gpurt.plugins.shuffle.messenger import Messenger
+from dask_gpurt.plugins.shuffle.peer_links import DAMAGED, RELINK
 from dask_gpurt.plugins.shuffle.run_control import RunControl
 from dask_gpurt.plugins.tracing.ledger_hook import DiskEntries, enter_phase, enter_receipt
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of

@@ -1,6 +1,6 @@
 """Sending and receiving of one run's messages, between the run and the transports.
 
-`exchange_run` owns the life of the run, and `links` picks the transport to a peer. This
+`exchange_run` owns the life of the run, and `peer_links` picks the transport to a peer. This
 module composes a message for the chosen transport, and interprets the peer's answer.
 """
 
@@ -34,8 +34,8 @@ from dask_gpurt.plugins.patches.p2p import (
     event_loop,
     retry,
 )
-from dask_gpurt.plugins.shuffle.links import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.payloads import is_inline
+from dask_gpurt.plugins.shuffle.peer_links import DEVICE, Compose
 from dask_gpurt.plugins.shuffle.relay import Relay
 from dask_gpurt.plugins.shuffle.transports import Transport
 from dask_gpurt.plugins.tracing.ledger_hook import entered, message_numbers

@@ -1,6 +1,6 @@
 """The transports from this worker to one peer: each sends a message and returns the answer.
 
-`shuffle.messages` encodes a message, and `plugins.shuffle.links` picks the transport.
+`shuffle.messages` encodes a message, and `plugins.shuffle.peer_links` picks the transport.
 Control messages always use Dask's own connections; a transport decides where the payload is.
 `HostRefusals` remembers which hosts share no memory with this one.
 """

@@ -1,7 +1,7 @@
 """The UCX engine of a worker: started on first use, restarted after a failure, closed with its
 links.
 
-`transport.ucx` implements the engine; `plugins.shuffle.links` sends over it.
+`transport.ucx` implements the engine; `plugins.shuffle.peer_links` sends over it.
 """
 
 from __future__ import annotations

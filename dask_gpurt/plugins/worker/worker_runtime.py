@@ -26,8 +26,8 @@ from dask_gpurt.plugins.collectives.groups.worker_groups import WorkerGroups
 from dask_gpurt.plugins.patches.dataframe import RowNumbers
 from dask_gpurt.plugins.patches.p2p import event_loop
 from dask_gpurt.plugins.shielding import to_its_end
-from dask_gpurt.plugins.shuffle.links import Links
 from dask_gpurt.plugins.shuffle.peer_connections import open_files
+from dask_gpurt.plugins.shuffle.peer_links import Links
 from dask_gpurt.plugins.tracing.ledger_hook import new_ledger
 from dask_gpurt.plugins.worker_report import RunReports, limited
 from dask_gpurt.shuffle.budget import Budget

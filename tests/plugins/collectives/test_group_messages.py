@@ -16,7 +16,7 @@ from dask_gpurt.errors import ProtocolError, TransportError
 from dask_gpurt.plugins.collectives.groups.group_member import AHEAD, LATE, OVER
 from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall, SliceHeader
 from dask_gpurt.plugins.collectives.groups.operation_run import INLINE_NBYTES, OperationRun
-from dask_gpurt.plugins.shuffle.links import Links
+from dask_gpurt.plugins.shuffle.peer_links import Links
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from tests.plugins.collectives.gang import forced, on_cluster
 from tests.plugins.collectives.test_operations import all_operations

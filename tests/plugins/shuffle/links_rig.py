@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_gpurt.plugins.shuffle.links import Links
+from dask_gpurt.plugins.shuffle.peer_links import Links
 from dask_gpurt.shuffle.messages import Message
 from tests.limits import HANG_S
 

@@ -17,7 +17,7 @@ from dask_gpurt.errors import (
     ProtocolError,
 )
 from dask_gpurt.plugins.shuffle.arrivals import LEAST_THREAD_NBYTES
-from dask_gpurt.plugins.shuffle.links import DAMAGED
+from dask_gpurt.plugins.shuffle.peer_links import DAMAGED
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport import shared
 from tests.limits import HANG_S

@@ -40,7 +40,7 @@ from dask_gpurt.transport import wire
 if TYPE_CHECKING:
     from distributed.core import ConnectionPool
 
-    from dask_gpurt.plugins.shuffle.links import Links
+    from dask_gpurt.plugins.shuffle.peer_links import Links
     from dask_gpurt.plugins.shuffle.transports import Transport
 
 logger = logging.getLogger("dask_gpurt")

@@ -27,7 +27,7 @@ from dask_gpurt.plugins.collectives.broadcasts.broadcast_run import (
 from dask_gpurt.plugins.patches.connections import LostPeers
 from dask_gpurt.plugins.patches.values.replicate import Received, serialize, take_replica
 from dask_gpurt.plugins.patches.values.value_bytes import safe_sizeof
-from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
+from dask_gpurt.plugins.shuffle.peer_links import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.tracing.lane_names import COLLECTIVE
 

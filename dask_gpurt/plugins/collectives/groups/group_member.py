@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from dask_gpurt.devices.host_memory.pool import HostPool
     from dask_gpurt.plugins.collectives.groups.group_messages import OperationCall
-    from dask_gpurt.plugins.shuffle.links import Compose, Links
+    from dask_gpurt.plugins.shuffle.peer_links import Compose, Links
     from dask_gpurt.plugins.worker.worker_runtime import WorkerRuntime
 
 logger = logging.getLogger("dask_gpurt")

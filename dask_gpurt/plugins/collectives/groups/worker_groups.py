@@ -21,7 +21,7 @@ from dask_gpurt.plugins.collectives.groups.group_messages import (
     GroupFailure,
     SliceHeader,
 )
-from dask_gpurt.plugins.shuffle.links import DAMAGED, RELINK
+from dask_gpurt.plugins.shuffle.peer_links import DAMAGED, RELINK
 from dask_gpurt.plugins.tracing.ledger_hook import enter_receipt
 from dask_gpurt.shuffle.routing import host_of
 from dask_gpurt.tracing.lane_names import COLLECTIVE

@@ -15,7 +15,7 @@ from dask_gpurt.errors import (
     ProtocolError,
     TransportError,
 )
-from dask_gpurt.plugins.shuffle.links import Links
+from dask_gpurt.plugins.shuffle.peer_links import Links
 from dask_gpurt.shuffle.messages import Message
 from dask_gpurt.transport.ucx.engine import UcxEngine
 from tests.codecs.test_nvcomp import emulated
@@ -292,7 +292,7 @@ def test_a_worker_without_shared_memory_reports_it_as_missing(monkeypatch):
     def no_files():
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("dask_gpurt.plugins.shuffle.links.SharedPages", no_files)
+    monkeypatch.setattr("dask_gpurt.plugins.shuffle.peer_links.SharedPages", no_files)
     worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=None), address="tcp://a:1")
     links = Links(SimpleNamespace(**vars(worker), security=OPEN), 0)
     assert links.lacks()["shared"] == "no files in memory here (Function not implemented)"
