@@ -59,7 +59,7 @@ HAS_FLOOR := $(shell $(PYTHON) -c 'import sys; print("yes" if sys.version_info <
 comma := ,
 
 .PHONY: demo environments test test-oldest test-newest test-standins test-upstream test-dask \
-    test-suite test-thirdparty test-floor check docs coverage bench clean
+    test-suite test-thirdparty test-floor check style docs coverage bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/dask gpurt demo
@@ -145,7 +145,10 @@ test-suite: $(VENV_THIRDPARTY)/installed
 test-thirdparty: $(VENV_THIRDPARTY)/installed
 	GPURT_TESTS=all $(VENV_THIRDPARTY)/bin/python -m pytest tests/thirdparty
 
-check: $(VENV)/installed docs
+# `make -j2 check` builds the documentation beside the rest.
+check: docs style
+
+style: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy dask_gpurt benchmarks
