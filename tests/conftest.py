@@ -69,6 +69,8 @@ def pytest_configure() -> None:
     utils_test.original_config = copy.deepcopy(dask.config.config)
 
 
+#: With more objects than this, a full garbage collection takes a tenth of a second.
+MANY_OBJECTS = 200_000
 #: Files and folders with the longest files.
 _LONG = ("test_docs_run.py", "standins", "upstream", "kubernetes", "slurm", "thirdparty")
 
@@ -103,6 +105,17 @@ def pytest_collection_finish() -> None:
     # full garbage collection visits them for half a second, and tests and Dask start many.
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # distributed keeps closed schedulers and workers, so millions of objects are left by tests of
+    # clusters in this process.
+    if (nextitem is None or nextitem.path != item.path) and (
+        len(gc.get_objects(generation=2)) > MANY_OBJECTS
+    ):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
