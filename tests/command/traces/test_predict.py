@@ -8,6 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from dask_gpurt.cli import gpurt
+from dask_gpurt.command.traces.prediction_text import as_text
+from dask_gpurt.predict.catalogue import Catalogue
+from dask_gpurt.predict.prediction import Prediction, Predictions
+from dask_gpurt.predict.recorded_program import recorded_program
 from dask_gpurt.tracing import files
 from tests.predict.traces import MIB, ran, trace
 
@@ -73,6 +77,17 @@ def test_json_has_all_figures(recorded, machines):
     assert (fast["machines"], fast["fits"], fast["usd"]) == ("1xfast", True, fast["time_s"])
     assert fast["changes"][0]["name"] == "speed"
     assert not tiny["fits"] and "do not fit" in tiny["problem"]
+
+
+def test_a_busy_scheduler_is_named(recorded):
+    program = recorded_program(files.read(recorded), "program")
+    groups = [Catalogue(program.cluster).group(name) for name in ("recorded", "8xrecorded")]
+    rows = [
+        Prediction(group, 1, 1, time_s=1.0, scheduler_share=share)
+        for group, share in zip(groups, (0.4, 0.6), strict=True)
+    ]
+    text = as_text(Predictions("program", 1.0, 1.0, 0.0, 1.0, tuple(rows)), program, None)
+    assert "On 8xrecorded, the scheduler needs more than half of this time" in text
 
 
 def test_machines_that_are_too_small_say_so(recorded, machines):
