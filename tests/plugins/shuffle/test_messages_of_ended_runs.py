@@ -13,14 +13,14 @@ from dask_gpurt.plugins.shuffle.messenger import Messenger
 from dask_gpurt.transport.sending.send_budget import SendBudget
 
 
-def messenger(state, **run):
+def messenger(runtime, **run):
     """Return a messenger with these parts of its run and its worker's runtime alone."""
     made = object.__new__(Messenger)
     vars(made).update(
         _run=SimpleNamespace(**{"id": "shuffle", "run_id": 1, "closed": False, **run}),
         _worker=SimpleNamespace(address="tcp://a"),
         _settings=SimpleNamespace(message_nbytes=1 << 20),
-        _state=state,
+        _runtime=runtime,
         _n_peers=1,
         _device_message_nbytes=0,
         _retry={"count": 0, "delay_min": 0, "delay_max": 0},
@@ -32,8 +32,8 @@ def messenger(state, **run):
 def test_run_that_is_over_wants_no_room_for_its_shards(is_closed):
     """It may end while a task cuts a partition in device memory."""
     budget = SendBudget(10)
-    state = SimpleNamespace(send_budget=lambda _: budget)
-    messenger(state, closed=is_closed).expect_device_shards()
+    runtime = SimpleNamespace(send_budget=lambda _: budget)
+    messenger(runtime, closed=is_closed).expect_device_shards()
     assert (budget.most_nbytes == 10) == is_closed
 
 

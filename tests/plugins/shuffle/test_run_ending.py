@@ -40,7 +40,7 @@ def test_run_ends_though_its_files_cannot_be_freed():
             _last_report={},
             _store=ClosedPart(OSError("no such disk")),
             _memory=memory,
-            _state=SimpleNamespace(end_run=lambda run, report: ended.append(run)),
+            _runtime=SimpleNamespace(end_run=lambda run, report: ended.append(run)),
         )
         with pytest.raises(OSError, match="no such disk"):
             await run.close()
