@@ -176,10 +176,11 @@ class Switchboard:
         replies to incoming data wait behind large outgoing data. Where the network was the limit,
         both directions over one link took twice as long as over two.
         """
-        peer = self._peers.setdefault(descriptor.token, Peer(descriptor.token))
         if self.is_closing:
             reject(future, TransportError("the UCX engine is closed"))
-        elif any(link.is_ours for link in peer.links):
+            return
+        peer = self._peers.setdefault(descriptor.token, Peer(descriptor.token))
+        if any(link.is_ours for link in peer.links):
             resolve(future)
         elif peer.connecting is not None:
             peer.connecting.waiters.append(future)
