@@ -208,7 +208,7 @@ class Transfers:
         self._next_settling = self._clock.call_at(when_s, self._settle)
 
     def _slowest(self, links: Sequence[str]) -> float:
-        """Return the seconds that each byte takes if all links are shared equally, at most."""
+        """Return the most seconds that a byte takes where each link is shared equally."""
         on_link = self._on_link
         return max(
             (len(on_link.get(link, ())) / self._capacities[link] for link in links), default=0.0
