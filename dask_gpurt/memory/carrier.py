@@ -178,8 +178,9 @@ class Carrier:
             return self._tiers[move.source].get(place)
         except ValueRefusedError:
             self._failed(move, [move.target])
-        except Exception as error:
-            # A value's own pickling may raise anything; that concerns this value alone.
+        except BaseException as error:
+            # A value's own pickling may raise anything, as a panic of Rust, which is no Exception.
+            # That concerns this value alone.
             self._stays(move, type(source), error, tiers)
         return None
 
@@ -205,14 +206,14 @@ class Carrier:
             self._stays(move, kind, error, tiers)
         return None
 
-    def _stays(self, move: Put, kind: type, error: Exception, tiers: Collection[int]) -> None:
+    def _stays(self, move: Put, kind: type, error: BaseException, tiers: Collection[int]) -> None:
         """Report that a value stays where it is."""
         # A damaged copy in a tier is reported when the value is needed.
         if not self._is_closed and self._is_top_level(move.source):
             self._log_not_spilled(move.key, kind, error)
         self._failed(move, [] if is_temporary(error) else tiers)
 
-    def _log_not_spilled(self, key: Hashable, kind: type, error: Exception) -> None:
+    def _log_not_spilled(self, key: Hashable, kind: type, error: BaseException) -> None:
         """Warn that a value stays in memory, once for each type: there may be thousands."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         level = logging.DEBUG if name in self._logged_types else logging.WARNING
@@ -408,7 +409,7 @@ def _add_note(error: NotRestoredError, key: Hashable) -> None:
         cause.add_note(note)
 
 
-def _text_of(error: Exception) -> str:
+def _text_of(error: BaseException) -> str:
     """Return the text of an error. The error itself would hold the value by its traceback."""
     text = str(error) if isinstance(error, TypeError | OSError | MemoryError) else ""
     return text or repr(error)

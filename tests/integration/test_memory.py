@@ -167,6 +167,29 @@ def test_value_whose_file_is_lost_is_computed_again(how):
         assert got == [n * (4 * MIB // 8) for n in range(24)]
 
 
+def test_value_that_a_program_deletes_is_computed_again():
+    def delete(dask_worker):
+        for key in list(dask_worker.data):
+            del dask_worker.data[key]
+
+    with cluster() as client:
+        parts = [client.compute(block(n)) for n in range(4)]
+        wait(parts)
+        client.run(delete)
+        sums = client.compute([delayed(np.sum)(part) for part in parts])
+        assert client.gather(sums) == [n * (4 * MIB // 8) for n in range(4)]
+
+
+def test_nothing_is_spilled_with_a_max_spill_of_0():
+    with cluster(**{"distributed.worker.memory.max-spill": 0}) as client:
+        parts = [client.compute(block(n)) for n in range(24)]
+        wait(parts)
+        for store in stores(client):
+            levels = {level["name"]: level for level in store.report()["levels"]}
+            assert levels["disk"]["capacity_nbytes"] == 0
+        assert not on_disk(client) and not files(client)
+
+
 def test_disabling_moves_all_values_to_the_store_of_dask():
     with cluster() as client:
         parts = [client.compute(block(n)) for n in range(24)]

@@ -159,6 +159,28 @@ def test_unserializable_value_stays_and_others_are_evicted():
     assert setup.residency.levels[0].used_nbytes <= 1100
 
 
+class Panic(BaseException):
+    """An error that is no Exception, as libraries in Rust raise."""
+
+
+def test_panic_while_a_value_is_serialized_concerns_it_alone():
+    setup = Setup(capacity=1100)
+    packing = setup.store._packings[0]
+
+    def panics(value):
+        if isinstance(value, threading.Event):
+            raise Panic
+        return flatten(value)
+
+    setup.store._packings[0] = replace(packing, flatten=panics)
+    setup.store["event"] = threading.Event()
+    for number in range(10):
+        setup.store[number] = b"x" * 40
+        setup.settle()
+    assert "event" in setup.store.memory
+    assert setup.residency.levels[0].used_nbytes <= 1100
+
+
 def test_unserializable_value_is_tried_and_logged_once(caplog):
     setup = Setup(capacity=1100, n_tiers=3)
     setup.store["event"] = threading.Event()

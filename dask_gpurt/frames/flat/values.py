@@ -3,9 +3,10 @@
 `flatten` copies no plain memory. `restore` builds the value over the given memory. A value without
 a layout of its own is pickled with out-of-band buffers, as Dask does.
 
-Tuples, lists and dicts are decomposed if they contain frames or arrays, and no other objects. Other
-objects may refer to one another or to the arrays, and only a pickle of the whole preserves such
-references. An object that occurs twice in a container is stored once. This module does no I/O.
+Tuples, lists and dicts are decomposed if they contain frames, arrays or memoryviews, and no other
+objects. Other objects may refer to one another or to the arrays, and only a pickle of the whole
+preserves such references. An object that occurs twice in a container is stored once. This module
+does no I/O.
 
 The header is for a process of the same environment, on the same machine::
 
@@ -406,7 +407,7 @@ def _judged(container: Any) -> _Judged:
             n_met += 1
             if type(item) in (tuple, list, dict):
                 waiting.append((item, depth + 1))
-            elif is_plain(item) or _library_of(item) is not None:
+            elif is_plain(item) or type(item) is memoryview or _library_of(item) is not None:
                 has_memory = True
             elif _refers_to_nothing(item):
                 all_scalars = False

@@ -63,6 +63,10 @@ class BouncePool:
     def put_back(self, bounce: Bytes) -> None:
         self._free.append(bounce)
 
+    def close(self) -> None:
+        """Free the buffers, now and when they come back."""
+        self._free = deque(maxlen=0)
+
 
 def write_through(system: Any, fd: int, data: Bytes, position: int, bounce: Bytes | None) -> int:
     """Write one block and return its checksum.

@@ -270,12 +270,16 @@ class DiskTier:
             self._files.remove(place.path)
 
     def close(self) -> None:
-        """Remove the directory: now, or after the last write in flight."""
+        """Remove the directory: now, or after the last write in flight.
+
+        distributed keeps closed workers in the process, so memory is freed here.
+        """
         with self._lock:
             self._closed = True
             self._used_nbytes -= sum(self._kept.values())
             self._kept.clear()
             is_quiet = not self._n_writing
+        self._files.close()
         self._remover.close()
         if is_quiet:
             self._directory.remove()

@@ -132,6 +132,10 @@ class ValueFiles:
         self._empty = empty
         self._bounces = BouncePool()
 
+    def close(self) -> None:
+        """Keep no memory for further writes. Those in flight go on."""
+        self._bounces.close()
+
     def write(self, path: str, value: EncodedValue, identity: int, is_direct: bool) -> DiskPlace:
         """Write a value to a new file.
 

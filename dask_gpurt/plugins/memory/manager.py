@@ -218,7 +218,7 @@ class ManagedMemory:
         try:
             lost = set() if is_ready else await self._admitted(key, begun, spilled)
             if lost or worker_memory.cannot_begin(self._worker, key):
-                return worker_memory.reschedule(key)
+                return worker_memory.reschedule(self._worker, key)
             if not is_ready:
                 read_inputs("disk-read", spilled)
             # The patience is with running tasks: an idle worker did not stall.

@@ -137,9 +137,13 @@ class StoreLevels:
         # Users switch Dask's locks off if those of a file system do not work.
         locks = bool(dask.config.get("distributed.worker.use-file-locking", True))
         sweep(aside or parent, locks)
+        disk_nbytes: int | None = settings.disk_limit_nbytes
+        max_spill = worker.memory_manager.max_spill
+        if disk_nbytes is None and max_spill is not False:  # 0 is a limit
+            disk_nbytes = max_spill
         self.disk = DiskTier(
             parent,
-            settings.disk_limit_nbytes or worker.memory_manager.max_spill or None,
+            disk_nbytes,
             None if settings.compression == "none" else settings.compression,
             on_io,
             cache_takes=PageCache().takes,

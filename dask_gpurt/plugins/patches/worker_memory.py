@@ -325,12 +325,25 @@ def cannot_begin(worker: Worker, key: Any) -> bool:
     task = worker.state.tasks.get(key)
     if task is None or task.state == "cancelled":
         return True
-    inputs = {one.key for one in task.dependencies} - worker.state.actors.keys()
-    return not all(one in worker.data for one in inputs)
+    return any(_missing_inputs(worker, task))
 
 
-def reschedule(key: Any) -> Any:
-    """Return the event for a task that cannot run now: the scheduler reschedules it."""
+def _missing_inputs(worker: Worker, task: Any) -> Iterator[Any]:
+    for one in task.dependencies:
+        if one.key not in worker.state.actors and one.key not in worker.data:
+            yield one
+
+
+def reschedule(worker: Worker, key: Any) -> Any:
+    """Return the event for a task that cannot run now: the scheduler reschedules it.
+
+    An input that the worker counts as its own but does not have, since a program deleted it from
+    `Worker.data`, is computed again. Otherwise the scheduler would send the task back for ever.
+    """
+    task = worker.state.tasks.get(key)
+    for one in [] if task is None else list(_missing_inputs(worker, task)):
+        if one.state == "memory":
+            recompute(worker, one.key)
     return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-input-{time()}")
 
 

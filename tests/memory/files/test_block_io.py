@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 
 import numpy as np
@@ -211,6 +212,19 @@ def test_bounce_buffers_are_used_again():
         bounces.put_back(bounce)
     again = [bounces.take() for _ in range(3)]
     assert sum(any(bounce is other for other in taken) for bounce in again) == 2
+
+
+def test_closed_pool_keeps_no_buffer():
+    bounces = BouncePool()
+    kept, late = bounces.take(), bounces.take()
+    freed = [weakref.ref(kept.base), weakref.ref(late.base)]
+    bounces.put_back(kept)
+    del kept
+    bounces.close()
+    assert freed[0]() is None
+    bounces.put_back(late)
+    del late
+    assert freed[1]() is None
 
 
 def test_trying_direct_io_leaves_nothing_behind(tmp_path):

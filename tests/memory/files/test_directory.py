@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import psutil
 import pytest
@@ -370,6 +371,16 @@ def test_dead_process_has_no_start_time():
 
 
 # ------------------------------------------------------------------ processes
+
+
+def test_closed_tier_keeps_no_buffer_for_writes(parent):
+    tier = DiskTier(parent)
+    bounce = tier._files._bounces.take()
+    freed = weakref.ref(bounce.base)
+    tier._files._bounces.put_back(bounce)
+    del bounce
+    tier.close()
+    assert freed() is None
 
 
 def test_fork_does_not_remove_the_directory_of_its_parent(parent):

@@ -77,7 +77,8 @@ def is_on_device(value: Any) -> bool:
     return True
 
 
-#: Packages whose types have a layout of ours, or are pickled without a loss.
+#: Packages whose types have a layout of ours, or are pickled without a loss. The pickle of a
+#: memoryview is bytes, without its format and shape.
 _NOT_FOR_SERIALIZERS = frozenset({"builtins", "array", "numpy", "pandas", "pyarrow"})
 #: Large enough that frames are never split.
 _NO_SPLIT_NBYTES = 1 << 62
@@ -120,7 +121,8 @@ def _has_serializer(value: Any) -> bool:
             break
         # Dask, too, looks at the first item only.
         inner = next(iter(inner.values() if type(inner) is dict else inner))
-    if type(inner).__module__.partition(".")[0] in _NOT_FOR_SERIALIZERS:
+    package = type(inner).__module__.partition(".")[0]
+    if package in _NOT_FOR_SERIALIZERS and type(inner) is not memoryview:
         return False
     try:
         dask_serialize.dispatch(type(inner))
