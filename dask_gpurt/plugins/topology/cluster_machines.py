@@ -50,6 +50,14 @@ _TASKS_BEGAN = "tasks began to run"
 _MAX_PROBLEMS = 16
 
 
+def _is_at_exit(error: Exception) -> bool:
+    """Return whether the script has ended: its interpreter starts no more threads.
+
+    From Python 3.13 on, executors close while the main thread still counts as alive.
+    """
+    return not threading.main_thread().is_alive() or "interpreter shutdown" in str(error)
+
+
 class Machines:
     """The machines of one scheduler's workers.
 
@@ -132,8 +140,8 @@ class Machines:
                 # For hundreds of hosts this takes seconds.
                 found = await asyncio.to_thread(discover, self._seen(), self._rates(), self._given)
             except Exception as error:
-                if not threading.main_thread().is_alive():
-                    return  # the script has ended, and its interpreter starts no more threads
+                if _is_at_exit(error):
+                    return
                 # The links are learnt then, as without a description.
                 self._record_problem("discovery", repr(error)[:200])
                 logger.error(

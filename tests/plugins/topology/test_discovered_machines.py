@@ -136,6 +136,15 @@ def test_discovery_that_fails_is_told(monkeypatch, caplog):
     assert "could not be described" in caplog.text
 
 
+def test_discovery_at_the_end_of_the_script_is_silent(monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(machines_module, "discover", fail)
+    found, _ = run(discovered(Cluster(2)))
+    assert not found.summary()["probe"]["problems"] and not caplog.text
+
+
 # ---------------------------------------------------------------------- a file, completed
 
 ONE_HOST = """
