@@ -63,7 +63,8 @@ class _Commands(click.Group):
                 return super().invoke(ctx)
             finally:
                 # Short output fails here, not as the interpreter ends.
-                sys.stdout.flush()
+                if sys.stdout is not None:
+                    sys.stdout.flush()
         except UnicodeEncodeError as error:
             missing = error.object[error.start : error.end]
             _end_without_output(

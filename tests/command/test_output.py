@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -42,3 +43,11 @@ def test_output_with_a_character_that_its_encoding_lacks(tmp_path):
     )
     assert done.returncode == 2
     assert page.exists()
+
+
+def test_output_that_is_closed_is_no_error():
+    command = f"{shlex.quote(sys.executable)} -m dask gpurt topology --help >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

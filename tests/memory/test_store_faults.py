@@ -149,30 +149,21 @@ def test_a_full_disk_keeps_values_in_memory():
     assert setup.residency.levels[0].used_nbytes <= 100
 
 
-def test_unserializable_value_stays_and_others_are_evicted():
-    setup = Setup(capacity=1100)
-    setup.store["event"] = threading.Event()
-    for number in range(10):
-        setup.store[number] = b"x" * 40
-        setup.settle()
-    assert "event" in setup.store.memory
-    assert setup.residency.levels[0].used_nbytes <= 1100
-
-
 class Panic(BaseException):
     """An error that is no Exception, as libraries in Rust raise."""
 
 
-def test_panic_while_a_value_is_serialized_concerns_it_alone():
+@pytest.mark.parametrize("error", [TypeError, Panic])
+def test_unserializable_value_stays_and_others_are_evicted(error):
     setup = Setup(capacity=1100)
     packing = setup.store._packings[0]
 
-    def panics(value):
+    def fails(value):
         if isinstance(value, threading.Event):
-            raise Panic
+            raise error
         return flatten(value)
 
-    setup.store._packings[0] = replace(packing, flatten=panics)
+    setup.store._packings[0] = replace(packing, flatten=fails)
     setup.store["event"] = threading.Event()
     for number in range(10):
         setup.store[number] = b"x" * 40

@@ -341,9 +341,10 @@ def reschedule(worker: Worker, key: Any) -> Any:
     `Worker.data`, is computed again. Otherwise the scheduler would send the task back for ever.
     """
     task = worker.state.tasks.get(key)
-    for one in [] if task is None else list(_missing_inputs(worker, task)):
-        if one.state == "memory":
-            recompute(worker, one.key)
+    if task is not None:
+        for one in list(_missing_inputs(worker, task)):  # `recompute` changes the inputs
+            if one.state == "memory":
+                recompute(worker, one.key)
     return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-input-{time()}")
 
 
