@@ -328,16 +328,16 @@ async def _explain(client: Client, key: Any) -> dict[str, Any]:
 
 
 def explain(client: Client, key: Any) -> Any:
-    if isinstance(key, distributed.Future):
-        key = key.key
+    # A future, or a Delayed that was persisted.
+    name = getattr(key, "key", key)
     try:
-        request_checks.key(key)
+        request_checks.key(name)
     except ProtocolError as error:
         raise TypeError(
             "explain() takes the key of a task or a future, and got a value of type "
             f"{type(key).__name__}; futures_of(collection) returns futures of a persisted one"
         ) from error
-    return _sync(client, _explain, key)
+    return _sync(client, _explain, name)
 
 
 class ClientBlock:

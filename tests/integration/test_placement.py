@@ -87,6 +87,13 @@ def test_explanation_of_a_collection_is_refused(four):
         dask_gpurt.explain(four.enabled, random_array(3))
 
 
+def test_explanation_takes_a_persisted_delayed(four):
+    with four.enabled.as_current():
+        one = dask.delayed(sum)([1, 2]).persist()
+        wait(one)
+    assert dask_gpurt.explain(four.enabled, one)["known"]
+
+
 def test_status_counts_decisions(four):
     client = four.enabled
     assert client.submit(sum, client.map(abs, range(8))).result() == 28
