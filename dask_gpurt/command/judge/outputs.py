@@ -16,8 +16,10 @@ MAX_LINES = 20
 MAX_WIDTH = 160
 #: Most lines of each output in which differences are looked for, from the first one on.
 MAX_COMPARED = 1_000
-#: Relative difference of numbers that counts as rounding.
+#: Relative difference of numbers that counts as rounding, and numbers that count as zero: such as
+#: the mean of values that were made to have none.
 ROUNDING = 1e-9
+ZERO = 1e-15
 
 EQUAL = "equal"
 ALIKE = "equal but for times, addresses and the like"
@@ -35,7 +37,8 @@ _CHANGING = re.compile(
             r"\b\d{1,4}:\d\d:\d\d(?:[.,]\d+)?",
             r"\b0x[0-9a-fA-F]+",
             r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
-            r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{12,}\b",
+            # Not the digits of 1.234567890123e+20, which end in `e`.
+            r"(?<!\d\.)\b(?!\d+e[+-]\d)(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{12,}\b",
             # Not over the end of a line: `describe()` has a row `min` below `std`.
             _NUMBER + r"[^\S\n]?(?:ns|us|µs|ms|s|sec|secs|seconds?|min|mins|minutes?|[KMG]i?B/s)\b",
         ]
@@ -66,12 +69,16 @@ def difference(stock: str, enabled: str) -> Difference:
 
 
 def _is_rounded(one: str, other: str) -> bool:
-    """Return whether two texts are equal but for the last digits of numbers with a fraction."""
+    """Return whether two texts differ at most in the last digits of numbers with a fraction."""
     if re.sub(_NUMBER, "#", one).split() != re.sub(_NUMBER, "#", other).split():
         return False
     pairs = zip(re.findall(_NUMBER, one), re.findall(_NUMBER, other), strict=True)
     return all(
-        a == b or ("." in a + b and math.isclose(float(a), float(b), rel_tol=ROUNDING))
+        a == b
+        or (
+            re.search("[.eE]", a + b) is not None
+            and math.isclose(float(a), float(b), rel_tol=ROUNDING, abs_tol=ZERO)
+        )
         for a, b in pairs
     )
 
