@@ -55,8 +55,8 @@ _SECRET_TEXTS = (
     ),
     # The key of a dashboard, and the signature of an address in Azure.
     re.compile(r"(?i)([?&](?:key|sig)=)[^\s&\"']+"),
-    # scheme://user:password@host
-    re.compile(r"(\w+://)[^\s:@]*:[^\s@]+(?=@)"),
+    # scheme://user:password@host; a password may contain `@`
+    re.compile(r"""(\w+://)[^\s:@]*:[^\s"'\\]+(?=@)"""),
     # headers of requests
     re.compile(r"(?i)(\b(?:bearer|basic)\s+)[\w.~+/=-]+"),
 )
@@ -89,13 +89,20 @@ def redacted_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _redacted_value(name: str, value: Any) -> Any:
+    if _SECRET_NAME.search(name):
+        return _removed(value)
     if isinstance(value, Mapping):
         return redacted_settings(value)
-    if _SECRET_NAME.search(name) and value not in (None, "", False, True):
-        return _REMOVED
     if isinstance(value, list | tuple):
         return [_redacted_value("", one) for one in value]
     return value if value is None or isinstance(value, bool | int | float) else redacted(str(value))
+
+
+def _removed(value: Any) -> Any:
+    """Return what may be shown of a secret: the names in a section, and whether it is set."""
+    if isinstance(value, Mapping):
+        return {str(name): _removed(one) for name, one in value.items()}
+    return value if value in (None, "", False, True) else _REMOVED
 
 
 def write(scheduler: str | None, scheduler_file: Path | None, out: Path) -> str:

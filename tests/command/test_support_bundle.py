@@ -35,6 +35,7 @@ SECRET = "hunter2x"
         f"Authorization: token {SECRET}",
         f"redis://:{SECRET}@10.0.0.1:6379",
         f"postgres://me:p/{SECRET}@host/db",
+        f"s3://me:p@{SECRET}@host/bucket",
         f"AccountKey={SECRET};x",
         f"password='two words {SECRET}'",
         f"{{'account_key': '{SECRET}'}}",
@@ -75,12 +76,14 @@ def test_secret_settings_are_removed_at_any_depth() -> None:
     settings = {
         "comm": {"tls": {"client": {"key": f"/home/me/{SECRET}.pem", "cert": "cert.pem"}}},
         "jobqueue": {"env": [f"TOKEN={SECRET}"], "password": SECRET, "auth": None},
+        "credentials": {"value": SECRET, "of": [{"me": SECRET}], "expires": None},
         "enabled": True,
     }
     found = redacted_settings(settings)
     assert SECRET not in json.dumps(found)
     assert found["comm"]["tls"]["client"]["cert"] == "cert.pem"
     assert found["jobqueue"]["auth"] is None
+    assert found["credentials"] == {"value": "[removed]", "of": "[removed]", "expires": None}
     assert found["enabled"] is True
 
 
