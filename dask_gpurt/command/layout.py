@@ -5,7 +5,8 @@ Without a width, for a file or a pipe, lines are never broken, because programs 
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -25,7 +26,19 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
     stream
         By default, standard output.
     """
-    return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
+    stream = stream or sys.stdout
+    return columns_of(stream) if is_terminal(stream) else None
+
+
+def columns_of(stream: TextIO) -> int:
+    """Return the columns of a stream's terminal: `COLUMNS` if it is set; 80 if nobody knows."""
+    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]):
+        return int(os.environ["COLUMNS"])
+    # `shutil.get_terminal_size` asks standard output, which may be a file when this is not.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return columns
+    return 80
 
 
 def wrapped(

@@ -7,7 +7,6 @@ script's own output is neither redirected nor wrapped. `dask gpurt run` uses it,
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import TextIO
 
 from dask.utils import format_bytes, format_time
 
+from dask_gpurt.command.layout import columns_of
 from dask_gpurt.command.observe import CounterSnapshot
 
 INTERVAL_S = 0.5
@@ -74,7 +74,7 @@ class Progress:
             # Idle: the script may be asking a question on this line.
             self._wipe()
             return
-        width = shutil.get_terminal_size().columns - 1
+        width = columns_of(self._stream) - 1
         self._stream.write(WIPE + _line(now, time.monotonic() - self._start_s, width) + "\r")
         self._stream.flush()
         self._is_drawn = True

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from typing import Any
 
 import pytest
 
 from dask_gpurt.command import doctor, status
 from dask_gpurt.command.checks.local import Finding
-from dask_gpurt.command.layout import aligned, is_terminal, table, terminal_width, wrapped
+from dask_gpurt.command.layout import (
+    aligned,
+    columns_of,
+    is_terminal,
+    table,
+    terminal_width,
+    wrapped,
+)
 from dask_gpurt.metrics import MEANING
 
 WIDTHS = [40, 60, 80, 120]
@@ -22,6 +33,19 @@ def test_a_process_without_streams_has_no_terminal(monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert terminal_width() is None
     assert not is_terminal(None)
+
+
+def test_the_width_is_that_of_the_streams_own_terminal(monkeypatch) -> None:
+    """The other streams of this process are no terminals, or have another width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 37, 0, 0))
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "w") as stream:
+        assert terminal_width(stream) == columns_of(stream) == 37
+        monkeypatch.setenv("COLUMNS", "99")
+        assert terminal_width(stream) == 99
+    monkeypatch.setenv("COLUMNS", "wide")
+    assert columns_of(io.StringIO()) == 80
 
 
 def a_status() -> dict[str, Any]:

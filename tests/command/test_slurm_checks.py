@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
+import psutil
 import pytest
 
 from dask_gpurt.command.checks.slurm import (
     JobFacts,
+    file_system,
     job_environ,
     job_facts,
     said_by_scontrol,
@@ -134,6 +138,16 @@ def test_facts_are_those_of_this_process() -> None:
     assert facts.n_cores >= 1
     assert facts.memory_nbytes > 64 << 20
     assert "/" in facts.mounts
+
+
+def test_mount_points_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "self").mkdir()
+    lines = [b"home /mnt/f\xc3\xbcr\\040alle nfs4 rw 0 0", b"tmpfs /mnt/\xff tmpfs rw 0 0", b""]
+    (tmp_path / "self" / "mounts").write_bytes(b"\n".join(lines))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    mounts = job_facts().mounts
+    assert file_system("/mnt/für alle/me", mounts) == "nfs4"
+    assert file_system(os.fsdecode(b"/mnt/\xff/x"), mounts) == "tmpfs"
 
 
 def test_doctor_shows_the_job(shell: Shell) -> None:

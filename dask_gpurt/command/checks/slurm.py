@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 import dask.config
+import psutil
 
 from dask_gpurt import config
 from dask_gpurt.command.checks.local import Finding
@@ -116,11 +117,7 @@ def job_facts() -> JobFacts:
     with contextlib.suppress(ConfigError):  # `local` reports it
         directory = config.read().memory.directory
     directory = directory or dask.config.get("temporary-directory", None) or "."
-    mounts: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):  # only Linux has this file
-        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-            _, point, kind, *_ = line.split(" ")
-            mounts[point.encode().decode("unicode_escape")] = kind
+    mounts = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
     path = os.path.expanduser(directory)
     with contextlib.suppress(FileNotFoundError):  # `local` reports a working directory that is gone
         path = os.path.abspath(path)
