@@ -42,6 +42,7 @@ class Readiness:
 
     def report(self, worker: str, problem: str | None) -> None:
         """Record that a worker is ready, or its problem."""
+        self.ready.discard(worker)
         self.not_ready.pop(worker, None)
         if problem is None:
             self.ready.add(worker)

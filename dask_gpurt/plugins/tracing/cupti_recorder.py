@@ -71,6 +71,7 @@ class CuptiRecorder:
     def __init__(self, record: Callable[[LedgerEntry], None], clock: Callable[[], float]) -> None:
         self._record, self._clock = record, clock
         self._cupti: Any = None
+        self._enabled: list[int] = []
         self._later_s = 0.0
 
     def start(self) -> bool:
@@ -87,13 +88,15 @@ class CuptiRecorder:
                 self._clock, lambda: cupti.get_timestamp() / 1e9, _N_COMPARISONS
             )
             cupti.activity_register_callbacks(lambda: (_BUFFER_NBYTES, 0), self._add)
+            self._cupti = cupti
             for kind in _KINDS:
                 cupti.activity_enable(kind)
+                self._enabled.append(kind)
         # No GPU, no permission, or another profiler: CUPTI has a class of errors for each.
         except Exception as error:
             logger.warning("the trace has no kernels: CUPTI refuses (%s)", _reason(error))
+            self.stop()
             return False
-        self._cupti = cupti
         return True
 
     def stop(self) -> None:
@@ -101,9 +104,10 @@ class CuptiRecorder:
         if (cupti := self._cupti) is None:
             return
         self._cupti = None
-        for kind in _KINDS:
-            cupti.activity_disable(kind)
-        cupti.activity_flush_all(1)
+        if self._enabled:
+            while self._enabled:
+                cupti.activity_disable(self._enabled.pop())
+            cupti.activity_flush_all(1)
 
     def _add(self, activities: Iterable[Any]) -> None:
         for activity in activities:

@@ -76,9 +76,9 @@ def test_real_records_have_these_fields_and_numbers():
 class FakeCupti(types.ModuleType):
     """A fake of `cupti.cupti` that calls back when it is flushed."""
 
-    def __init__(self, error=None):
+    def __init__(self, error=None, refused=(KERNEL, COPY, PEER_COPY, SET)):
         super().__init__("cupti.cupti")
-        self.error = error
+        self.error, self.refused = error, refused
         self.kinds = set()
         self.done = [activity(KERNEL, name="a"), activity(5), activity(SET, bytes=1)]
 
@@ -90,7 +90,7 @@ class FakeCupti(types.ModuleType):
         self.completed = completed
 
     def activity_enable(self, kind):
-        if self.error:
+        if self.error and kind in self.refused:
             raise self.error
         self.kinds.add(kind)
 
@@ -140,6 +140,14 @@ def test_a_refusal_is_one_warning(monkeypatch, caplog, error, why):
     assert [record.message for record in caplog.records] == [
         f"the trace has no kernels: CUPTI refuses ({why})"
     ]
+
+
+def test_nothing_stays_on_if_one_kind_is_refused(monkeypatch):
+    fake = FakeCupti(RuntimeError("this kind is not supported"), refused=(SET,))
+    use(monkeypatch, fake)
+    recorder = CuptiRecorder([].append, lambda: 0.0)
+    assert not recorder.start()
+    assert fake.kinds == set()
 
 
 def test_a_missing_package_is_no_news(monkeypatch, caplog):
