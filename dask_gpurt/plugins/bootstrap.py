@@ -151,13 +151,13 @@ class GpurtWorker(WorkerPlugin):
             if "shuffle" in worker.plugins:
                 break
             await asyncio.sleep(0)
-        problem = self._attach(worker)
+        problem = await self._attach(worker)
         if problem is not None:
             problem = f"worker {worker.address} {_place()}: {problem}"
             logging.getLogger("dask_gpurt").error("%s", problem)
         await worker.scheduler.gpurt_worker_ready(worker=worker.address, problem=problem)
 
-    def _attach(self, worker: Any) -> str | None:
+    async def _attach(self, worker: Any) -> str | None:
         """Attach the runtime, or return the problem and its remedy."""
         if (problem := system_problem()) is not None:
             return problem
@@ -170,7 +170,7 @@ class GpurtWorker(WorkerPlugin):
             from dask_gpurt.config import Settings
             from dask_gpurt.plugins.worker.attachment import Attachment
 
-            self._attachment = Attachment(worker, Settings.from_plain(self._settings))
+            self._attachment = await Attachment.to(worker, Settings.from_plain(self._settings))
         except ImportError as error:
             return (
                 f"{PACKAGE} cannot be imported there ({error}); "

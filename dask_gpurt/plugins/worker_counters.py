@@ -113,7 +113,10 @@ class CounterSender:
         self._last: dict[str, Any] = {}
         #: Number of heartbeats so far.
         self.n_heartbeats = 0
-        worker.extensions[EXTENSION] = self
+
+    def enter(self) -> None:
+        """Add data to heartbeats from now on."""
+        self._worker.extensions[EXTENSION] = self
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the data for the next heartbeat. distributed calls this."""
@@ -133,6 +136,8 @@ class CounterSender:
 
         Bounded in time. Never raises: the scheduler may be gone.
         """
+        if not self._last:
+            return  # it never counted
         worker = self._worker
         if is_closing(worker):
             worker_close.stop_heartbeats(worker)

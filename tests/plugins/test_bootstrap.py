@@ -106,6 +106,6 @@ async def test_worker_with_untested_distributed_is_not_changed(s, a):
     before = dict(a.handlers), dict(vars(a.plugins["shuffle"])), a.data
     tested = ("2000.1.0", "2001.1.0")
     plugin = bootstrap.GpurtWorker(HERE, tested, config.read().to_plain())
-    reason = plugin._attach(a)
+    reason = await plugin._attach(a)
     assert reason.startswith(f"distributed {distributed.__version__} is not one this dask_gpurt")
     assert (dict(a.handlers), dict(vars(a.plugins["shuffle"])), a.data) == before

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from dask_gpurt.plugins.shuffle.peer_connections import allow_open_files
 from dask_gpurt.plugins.sketching import sketch
 from dask_gpurt.plugins.time_spent import worker_load
 from dask_gpurt.plugins.topology.host_report import HostReporter
-from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
+from dask_gpurt.plugins.weak_handlers import Handler, remove_handlers, weak_handlers
 from dask_gpurt.plugins.worker.worker_runtime import runtime_of
 from dask_gpurt.plugins.worker_counters import CounterSender
 
@@ -55,51 +56,79 @@ class Attachment:
     """The runtime's hooks on one worker, while the plugin is registered."""
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
+        self._worker = worker
+        self.runtime = runtime = runtime_of(worker)
+        self._memory: ManagedMemory | None = None
+        self._relief: ShardRelief | None = None
+        self._unmanaged_reason = obstacle(worker, settings.memory)
+        self._broadcasts = WorkerBroadcasts(worker, runtime, is_on=settings.collectives.enabled)
+        self._counter_sender = CounterSender(worker, runtime)
+        self._handlers: dict[str, Handler] = {}
+        #: Removes the hooks that need no wait.
+        self._hooks = ExitStack()
+        self._whole_close: WholeClose | None = None
+        self._detaching: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def to(cls, worker: Worker, settings: Settings) -> Attachment:
+        """Attach the runtime to a worker. If this fails, the worker stays as it was."""
+        attachment = cls(worker, settings)
+        try:
+            attachment._attach(settings)
+        except BaseException:
+            await attachment.detach()
+            raise
+        return attachment
+
+    def _attach(self, settings: Settings) -> None:
+        worker, runtime, hooks = self._worker, self.runtime, self._hooks
         gpu_level.register_sizeof()
         cupy_messages.register()
         allow_open_files()
-        self._worker = worker
-        self.runtime = runtime = runtime_of(worker)
         runtime.attach()
         runtime.links.transport = settings.shuffle.transport
-        self._lookup = RunLookup(worker, _is_ours, partial(sketch, worker))
+        self._counter_sender.enter()
+        hooks.callback(self._counter_sender.leave)
+        hooks.callback(RunLookup(worker, _is_ours, partial(sketch, worker)).uninstall)
 
-        self._unmanaged_reason = obstacle(worker, settings.memory)
-        self._memory: ManagedMemory | None = None
-        self._relief: ShardRelief | None = None
         if self._unmanaged_reason is None:
             self._memory = ManagedMemory(worker, settings.memory, runtime)
         else:
             self._relief = ShardRelief(worker, runtime)
             logger.info("this worker keeps Dask's own store: %s", self._unmanaged_reason)
 
-        self._glance = WorkerGlance(worker, runtime, self._memory, self._unmanaged_reason)
-        self._host = HostReporter(worker)
-        self._broadcasts = WorkerBroadcasts(worker, runtime, is_on=settings.collectives.enabled)
+        glance = WorkerGlance(worker, runtime, self._memory, self._unmanaged_reason)
+        host = HostReporter(worker)
         self._handlers = weak_handlers(
             *self._broadcasts.handlers(),
             *runtime.groups.handlers(),
             self.gpurt_report,
             self.gpurt_explain,
-            self._glance.gpurt_glance,
-            self._host.gpurt_machine,
-            self._host.gpurt_probe,
-            self._host.gpurt_probe_data,
+            glance.gpurt_glance,
+            host.gpurt_machine,
+            host.gpurt_probe,
+            host.gpurt_probe_data,
         )
         worker.handlers.update(self._handlers)
-        self._releases = [one.hold(self) for one in (connections.piecewise_reads, geometry_sizes)]
-        self._turns = ShortTurns(worker)
+        # Handlers do not keep their owners alive.
+        self._answering = glance, host
+        hooks.callback(runtime.groups.close)
+        hooks.callback(self._broadcasts.close)
+        for patch in (connections.piecewise_reads, geometry_sizes):
+            hooks.callback(patch.hold(self))
+        hooks.callback(ShortTurns(worker).uninstall)
         self._transfers = ValueTransfers(
             worker, self._broadcasts.awaited.get_all, LEAST_WIDE_NBYTES, runtime.ledger
         )
-        self._shown = ShownShuffles(worker, runtime.links.sent)
-        self._counted = CountedShards(worker, runtime.shards_nbytes, runtime.shards_on_disk_nbytes)
+        hooks.callback(self._transfers.uninstall)
+        hooks.callback(ShownShuffles(worker, runtime.links.sent).uninstall)
+        counted = CountedShards(worker, runtime.shards_nbytes, runtime.shards_on_disk_nbytes)
+        hooks.callback(counted.uninstall)
         self._whole_close = WholeClose(worker, runtime.close)
-        self._detaching: asyncio.Task[None] | None = None
-        self._counter_sender = CounterSender(worker, runtime)
         # Last, when everything that the runtime needs is imported.
-        self._gc_freeze = GcFreeze(worker)
-        self._gc_freeze.watch()
+        gc_freeze = GcFreeze(worker)
+        hooks.callback(gc_freeze.close)
+        gc_freeze.watch()
 
     async def gpurt_report(self, most: int) -> dict[str, Any]:
         """Handler: return the state of the runtime here, with `most` entries of each kind."""
@@ -131,26 +160,13 @@ class Attachment:
         `WorkerRuntime.close` does the rest.
         """
         if self._detaching is None:
-            self._uninstall()
+            self._hooks.close()
             self.runtime.final_close = self._finish_close
             if is_closing(self._worker):
                 self.runtime.detach()
                 return
             self._detaching = asyncio.create_task(self._restore(), name="gpurt-detach")
         await asyncio.shield(self._detaching)
-
-    def _uninstall(self) -> None:
-        self._broadcasts.close()
-        self.runtime.groups.close()
-        self._counter_sender.leave()
-        self._gc_freeze.close()
-        for release in self._releases:
-            release()
-        self._turns.uninstall()
-        self._transfers.uninstall()
-        self._shown.uninstall()
-        self._counted.uninstall()
-        self._lookup.uninstall()
 
     async def _restore(self) -> None:
         await self._counter_sender.send_final()
@@ -161,7 +177,8 @@ class Attachment:
         remove_handlers(self._worker.handlers, self._handlers)
         if not is_closing(self._worker):
             self.runtime.final_close = None
-            self._whole_close.uninstall()
+            if self._whole_close is not None:
+                self._whole_close.uninstall()
             forget_handlers()
 
     async def _finish_close(self) -> None:
