@@ -147,8 +147,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "topology",
             "tracing",
         },
-        # IPython: the output of a notebook, in a kernel.
-        DASK | {"IPython", "click", "cloudpickle", "rich", "yaml"},
+        # IPython: the output of a notebook, in a kernel. psutil: the mounted file systems.
+        DASK | {"IPython", "click", "cloudpickle", "psutil", "rich", "yaml"},
         IMPURE,
     ),
     "demo": (

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,9 @@ ANSWER_DEADLINE_S = 5.0
 NEXT_USES_SHARE = 0.1
 #: Share of the scheduler's time that programs may take to poll its status.
 POLLS_SHARE = 0.02
+#: Handlers that stay until all workers have detached: until then, workers may report, send their
+#: final counters, and ask when values are needed next.
+_FOR_WORKERS = {"gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready"}
 #: A lock for each scheduler, held while the runtime is switched on or off. Without it, a second
 #: activation would save the patches of the first one as stock Dask's functions.
 _activation_locks: WeakKeyDictionary[Scheduler, asyncio.Lock] = WeakKeyDictionary()
@@ -129,14 +133,22 @@ class GpurtScheduler(SchedulerPlugin):
         self._pace, self._polls = Pace(NEXT_USES_SHARE), Pace(POLLS_SHARE)
         self.placement: Placement | None = None
         self.collectives: ClusterCollectives | None = None
+        self._handlers: dict[str, Handler] = {}
+        self._hooks, self._hooks_for_workers = ExitStack(), ExitStack()
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.readiness.ready)
         await self._answer_clients()
         if self.inactive_reason is not None:
             logger.warning("dask_gpurt is off: %s; stock Dask runs", self.inactive_reason)
             return
-        self._start_placement()
-        self._install()
+        try:
+            self._start_placement()
+            self._install()
+        except BaseException:
+            self._uninstall()
+            self._remove_for_workers()
+            self._answer_no_more()
+            raise
         self.is_active = True
         # Register the plugin now. distributed would do so only after this method, and the plugin
         # would miss workers that join or leave until then.
@@ -171,28 +183,54 @@ class GpurtScheduler(SchedulerPlugin):
                 )
             await self.machines.configure(self.settings.topology)
         except BaseException:
-            del scheduler.handlers["gpurt_status"]
-            scheduler.log_event(bootstrap.EVENTS, {"answers": False})
+            self._answer_no_more()
             raise
+
+    def _answer_no_more(self) -> None:
+        del self.scheduler.handlers["gpurt_status"]
+        self.scheduler.log_event(bootstrap.EVENTS, {"answers": False})
 
     def _install(self) -> None:
         """Install the handlers, patches and the page of this scheduler, which `_stop` removes."""
-        scheduler, ready = self.scheduler, self.readiness.ready
+        scheduler, ready, hooks = self.scheduler, self.readiness.ready, self._hooks
         gatherer = Gatherer(scheduler, self.status, ready, self.tally)
         methods: list[Handler] = [self.configure, self.counted, self.disable, self.explain]
         methods += [self.next_uses, self.planes.sketch, self.topology, self.worker_ready]
         self._handlers = weak_handlers(*methods, prefix="gpurt_")
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
-        self._lost_values, self._restarts = LostValues(scheduler), Restarts(scheduler)
+        self._hooks_for_workers.callback(LostValues(scheduler).uninstall)
         swap = p2p.SpecSwap(scheduler, self._choose, self.readiness.wait, ready.__contains__)
-        self._replaced: list[Any] = [swap, self._restarts, OutputOwners(scheduler)]
-        self._replaced.append(FewerTasks(scheduler))
+        hooks.callback(swap.uninstall)
+        self._restarts = Restarts(scheduler)
+        hooks.callback(self._restarts.uninstall)
+        hooks.callback(OutputOwners(scheduler).uninstall)
+        hooks.callback(FewerTasks(scheduler).uninstall)
         if self.settings.collectives.enabled:
             told = ready, self.readiness.wait, lambda: self.settings
             self.collectives = ClusterCollectives(scheduler, *told)
-            self._replaced.append(self.collectives)
+            hooks.callback(self.collectives.uninstall)
         self.gpurt_page = DashboardPage(scheduler, gatherer)
+        hooks.callback(self.gpurt_page.uninstall)
+
+    def _uninstall(self) -> None:
+        """Remove all that workers can do without, but for `gpurt_status`."""
+        self._hooks.close()
+        self._stop_placement()
+        self.readiness.close()
+        for_clients = self._handlers.keys() - _FOR_WORKERS
+        remove_handlers(
+            self.scheduler.handlers, {name: self._handlers[name] for name in for_clients}
+        )
+
+    def _remove_for_workers(self) -> None:
+        """Remove the rest, when all workers have detached."""
+        remove_handlers(self.scheduler.handlers, self._handlers)
+        if self.collectives is not None:
+            self.collectives.close()
+        # Workers may lose values until they have handed back all of them.
+        self._hooks_for_workers.close()
+        connections.forget_handlers()
 
     def _why_unusable(self) -> str | None:
         return p2p.unsupported_reason() or p2p.lacks_shuffles(self.scheduler)
@@ -296,16 +334,8 @@ class GpurtScheduler(SchedulerPlugin):
             self.scheduler.remove_plugin(NAME)
         self.is_active = False
         self.inactive_reason = "disabled by a client"
-        for one in (*self._replaced, self.gpurt_page):
-            one.uninstall()
-        self._stop_placement()
-        self.readiness.close()
-        # `gpurt_status` stays: it tells clients that the runtime is off, and why. The `lasting`
-        # handlers stay until all workers have detached: until then, workers may report, send
-        # their final counters, and ask when values are needed next.
-        lasting = ("gpurt_counted", "gpurt_next_uses", "gpurt_worker_ready")
-        for_workers = {name: self._handlers.pop(name) for name in lasting}
-        remove_handlers(self.scheduler.handlers, self._handlers)
+        # `gpurt_status` stays: it tells clients that the runtime is off, and why.
+        self._uninstall()
         # The handlers are gone, so nothing can start another probe of links.
         await self.machines.end()
         try:
@@ -314,12 +344,7 @@ class GpurtScheduler(SchedulerPlugin):
                 await asyncio.wait({self._registering_workers})
             await remove_worker_plugin(self.scheduler, NAME)
         finally:
-            remove_handlers(self.scheduler.handlers, for_workers)
-            if self.collectives is not None:
-                self.collectives.close()
-            # Workers may lose values until they have handed back all of them.
-            self._lost_values.uninstall()
-            connections.forget_handlers()
+            self._remove_for_workers()
 
     async def close(self) -> None:
         if self._registering_workers is not None:
