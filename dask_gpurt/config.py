@@ -227,7 +227,9 @@ class Settings:
         file, text = plain["topology"]["file"], plain["topology"]["text"]
         for value in (file, text):
             if value is not None and not (isinstance(value, str) and len(value) <= MAX_TEXT):
-                raise ConfigError("gpurt.topology.file in the message is not a text")
+                raise ConfigError(
+                    f"gpurt.topology.file is no text of at most {MAX_TEXT:,} characters"
+                )
 
         def get(key: str) -> Any:
             found: Any = plain

@@ -70,7 +70,7 @@ class ClusterRecord:
     tasks_total: int = 0
 
     def absorb(self, status: dict[str, Any]) -> None:
-        """Merge a reading. Order does not matter, since counters only grow."""
+        """Merge a reading. Counters may come in any order; `reason` and loads are the last ones."""
         self.is_active = self.is_active or status["active"]
         self.reason = status.get("reason")
         activation = status.get("activation") or ""

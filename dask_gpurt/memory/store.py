@@ -198,7 +198,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
             self.decide()
 
     def may_wait(self, claim: Claim) -> None:
-        """Note that a claim's task may wait for others, which then must not wait for it."""
+        """Note that a claim's task may wait for others, so none of them may wait for its memory."""
         with self._lock:
             self.admission.may_wait(claim)
             waits = self.admission.n_waiting
@@ -250,7 +250,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
     # ------------------------------------------------------------------ deciding
 
     def decide(self) -> None:
-        """Have the owner's thread decide what to move, soon and once."""
+        """Schedule one decision about moves on the owner's thread."""
         with self._lock:
             if self._is_deciding or self._is_closed:
                 return

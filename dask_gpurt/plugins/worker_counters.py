@@ -144,7 +144,7 @@ class CounterSender:
         saying = asyncio.ensure_future(
             worker.scheduler.gpurt_counted(worker=worker.id, said=self._last)
         )
-        # Retrieve the error, or asyncio logs an error that was never retrieved.
+        # Read the error, so that asyncio does not log it.
         saying.add_done_callback(lambda task: task.cancelled() or task.exception())
         until_s = monotonic() + FINAL_TIMEOUT_S
         try:

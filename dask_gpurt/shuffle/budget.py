@@ -38,7 +38,7 @@ class Budget:
         return self._withheld_nbytes > 0
 
     def lower_limit(self, nbytes: int) -> None:
-        """Set the limit to `nbytes` below the memory in use: the worker is short of memory."""
+        """Set the limit to the bytes in use less `nbytes`: the worker is short of memory."""
         with self._lock:
             taken = min(self._used_nbytes, self.limit_nbytes)
             self._withheld_nbytes = min(self.most_nbytes, self.most_nbytes - taken + nbytes)

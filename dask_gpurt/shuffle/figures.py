@@ -233,8 +233,8 @@ class RunSum:
             - `seconds`: by phase, summed over workers.
             - `busiest_link`: from, to, bytes of shards, seconds.
             - `skew`: rows of the most loaded worker, divided by the mean.
-            - `fullest`: partitions with their rows. `hot` ones alone load a worker beyond what the
-              assignment of owners tolerates; chunks of arrays never do.
+            - `fullest`: partitions with their rows. A `hot` one alone gives its owner more rows
+              than the assignment of owners allows; a chunk of an array never does.
             - `mean_rows`: of a partition.
 
             For a verdict:

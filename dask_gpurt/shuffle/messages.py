@@ -35,8 +35,8 @@ Buffer = npt.NDArray[np.uint8]
 Encode = Callable[["Outgoing"], Encoded]
 _CODECS = {**HOST_CODECS, **NVCOMP_CODECS}
 
-#: A message inside a host may be `_TIMES` times as large as others, and those to all peers there
-#: `_TIMES_FOR_ALL` times in total. But none is closed at a smaller size than others.
+#: A message inside a host may be `_TIMES` times as large as one to another host. The messages to
+#: all peers of the host share `_TIMES_FOR_ALL` times that size, but each has at least that size.
 _TIMES = 4
 _TIMES_FOR_ALL = 8
 #: Messages of shards in device memory are at most this many times larger.

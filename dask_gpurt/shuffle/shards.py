@@ -127,7 +127,7 @@ class ShardStore:
         self._results: dict[int, set[Hashable]] = {}
         self._released: set[int] = set()
         #: Why no shard can be spilled; None if they can.
-        self._refusal = None if may_spill else "it gave back damaged data before"
+        self._refusal = None if may_spill else "the disk damaged a shard before"
         self._may_spill = may_spill
         self._has_warned = False
         self._closed = False
@@ -310,8 +310,8 @@ class ShardStore:
     def _groups_read_again(self) -> list[list[Shard]]:
         """Return groups of shards that would be read from disk for each slot. Call with the lock.
 
-        It assumes that all shards are alike. Those with rows of a slot then have the same share of
-        all bytes as a shard has of the slots.
+        It assumes that all shards are alike. If a shard covers 5 % of the slots, then a slot reads
+        5 % of all bytes.
         """
         limit_nbytes = self._budget.limit_nbytes
         stored_nbytes = self.resident_nbytes + self._on_disk_nbytes

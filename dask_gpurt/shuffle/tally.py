@@ -130,7 +130,7 @@ class Tally:
         kept = self._runs.get(key)
         if kept is None:
             if run["run"] <= self._last_dropped:
-                return  # a new sum would lack the snapshots of other workers
+                return  # this run was dropped: a new sum would lack other workers
             kept = self._runs[key] = _KeptRun(RunSum(run))
         if worker in kept.ended:
             return  # its final snapshot is in the total already

@@ -255,7 +255,7 @@ def _tasks(every: list[_Events], by_address: dict[str, int]) -> list[_TaskRun]:
 
 
 def _find_on_workers(every: list[_Events], runs: list[_TaskRun]) -> None:
-    """Give each run the worker's record of it: the last one that ended before it was known."""
+    """Give each run the worker's record of it: the last to end before the scheduler knew."""
     waiting: dict[tuple[int, int], list[_TaskRun]] = defaultdict(list)
     for run in sorted(runs, key=lambda it: it.known_s):
         waiting[run.process, run.hash].append(run)

@@ -190,7 +190,7 @@ failing = pytest.mark.parametrize(
         ("comm", _writes_fail, "CommClosedError", "connection reset by peer"),
         ("ucx", _writes_fail, "CommClosedError", "connection reset by peer"),
         # Depending on the order, the sender or the receiver notices first that the link is gone.
-        ("ucx", _ucx_sends_fail, "TransportError", "UCX link to|does not keep a link"),
+        ("ucx", _ucx_sends_fail, "TransportError", "UCX link to|forgets the link"),
     ],
     indirect=["transport"],
 )

@@ -295,7 +295,7 @@ def test_path_forgotten_repeatedly_is_an_error(client, monkeypatch):
         pytest.raises(RuntimeError) as raised,
     ):
         shuffled(client)
-    assert "does not keep a link" in str(raised.value.__cause__)
+    assert "forgets the link" in str(raised.value.__cause__)
 
 
 # ------------------------------------------------------------------ protocols of the cluster

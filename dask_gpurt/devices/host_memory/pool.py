@@ -46,7 +46,7 @@ class _Run:
     def __init__(self, address: int, n_pages: int) -> None:
         self.address = address
         self.n_pages = n_pages
-        #: The lane that fills the run. Without meaning for a run that no lane ever filled.
+        #: The lane that fills the run; None until a lane does.
         self.lane: Hashable = None
         self.used_nbytes = 0
         #: Number of buffers, plus one while a lane fills the run.

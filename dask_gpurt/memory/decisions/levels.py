@@ -29,7 +29,7 @@ class Value:
     moving: Put | Load | None = None
     #: Running tasks that need the object in memory.
     pins: int = 0
-    #: A task has just used it. Without another known use, its release is probably on its way.
+    #: A task has just used it. If no other use is known, the scheduler probably releases it soon.
     eviction_deferred: bool = False
     #: Levels that never take the value: tiers that refuse it, and its top level if the object
     #: cannot be restored.

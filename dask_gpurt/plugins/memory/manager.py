@@ -112,7 +112,7 @@ class ManagedMemory:
         self._n_started = 0
         self._is_closed = False
         self._claims: dict[Hashable, Claim] = {}
-        #: I/O totals of the store that Dask's metrics already contain.
+        #: Totals of the store's reads and writes that Dask's metrics already have.
         self._reported_io: dict[tuple[str, str], float] = {}
         limits = worker_memory.spill_limits_nbytes(worker)
         assert limits is not None
@@ -221,7 +221,7 @@ class ManagedMemory:
                 return worker_memory.reschedule(self._worker, key)
             if not is_ready:
                 read_inputs("disk-read", spilled)
-            # The patience is with running tasks: an idle worker did not stall.
+            # Time without running tasks does not count: an idle worker did not stall.
             self._progress_at = self._loop.time()
             event = await stock(key, **kwargs)
         finally:
@@ -284,8 +284,9 @@ class ManagedMemory:
     def _upcoming(self) -> Iterable[Hashable]:
         """Return the inputs of the next tasks, which the store reads ahead.
 
-        None while memory is short. A paused worker begins no task, and values that are read would
-        keep it above the limit. Above the limit, values leave again as soon as they are read.
+        It returns nothing while memory is short. A paused worker begins no task, and values that
+        are read would keep it above the limit. Above the limit, they leave again as soon as they
+        are read.
         """
         is_over = self._samples is not None and self._samples.is_over_for_long
         if is_over or worker_memory.is_paused(self._worker):

@@ -120,8 +120,8 @@ class ValueTransfers:
             event.data.update(arrived)
         if not isinstance(event, (GatherDepFailureEvent, GatherDepBusyEvent)):
             return event
-        # Values that have arrived would fail with the others, or with a task that nobody needs any
-        # more. The worker fetches all of them again, as with stock Dask.
+        # If this event failed, the values that have arrived would fail too. So the worker fetches
+        # all of them again, as with stock Dask.
         self._unshared = {key for key in (*self._unshared, *to_gather) if key in tasks}
         return GatherDepBusyEvent(
             worker=worker, total_nbytes=total_nbytes, stimulus_id=f"gpurt-again-{time()}"

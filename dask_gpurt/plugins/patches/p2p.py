@@ -226,10 +226,10 @@ class SpecSwap:
         """Return stock's answer, but turn an error into "run again" while the shuffle restarts.
 
         A task that asked for a given-up run may return to the same worker before the answer
-        arrives. The worker then takes that answer for the next attempt's. A barrier that is not in
-        memory shows that the shuffle restarts. A worker without the runtime gets no error at all:
-        it may have asked for a run that it must not join. A worker that the scheduler does not know
-        gets the error, or it would ask for ever: its address may be a name, not a number.
+        arrives. A late error would then end the next attempt. A barrier that is not in memory
+        shows that the shuffle restarts. A worker without the runtime gets no error at all: it may
+        have asked for a run that it must not join. A worker that the scheduler does not know gets
+        the error, or it would ask for ever: its address may be a name, not a number.
         """
         barrier = self._scheduler.tasks.get(barrier_key(shuffle_id))
         is_known = worker in self._scheduler.workers

@@ -236,8 +236,8 @@ class SoleHolder(_ViewRule):
 class SliceOfValues(_ViewRule):
     """A task that combines slices of values: tasks with other slices of them go to other workers.
 
-    Then all links are busy, each with its part. Costs alone would not lead there: the outputs are
-    joined in the end, and workers without one of them would seem further away.
+    Then all links are busy, each with its part. The rule of costs would put all slices on one
+    worker, because their outputs are joined in the end.
     """
 
     reason = "slice"

@@ -51,7 +51,7 @@ class Arrivals:
             The offer is malformed.
         """
         if not isinstance(offers, Mapping) or len(offers) != 1:
-            raise ProtocolError("an offer of a path names one path")
+            raise ProtocolError("an offer must name exactly one path")
         ((name, offer),) = offers.items()
         try:
             ours: Any = None

@@ -285,7 +285,9 @@ class ExchangeRun:
                 self._messenger.heard_from(sender, number)
                 shards = await self._messenger.receive(data["header"], data["payload"])
         except (TypeError, KeyError) as error:
-            raise ProtocolError("not a shuffle message of dask_gpurt") from error
+            raise ProtocolError(
+                f"a field of this shuffle message is missing or of another type: {error!r}"
+            ) from error
         except TransportError:
             return {"status": RELINK}
         except DamagedError as error:
@@ -413,9 +415,9 @@ class ExchangeRun:
         if self.closed:
             if self._exception and not isinstance(self._exception, P2PConsistencyError):
                 raise self._exception
-            # The scheduler may start a task again while its first attempt still runs here. Another
-            # error of the first attempt would then fail the second one. After this one, distributed
-            # runs the task again.
+            # The scheduler may start a task again while its first attempt still runs here.
+            # distributed retries after this error alone; any other one of the first attempt would
+            # fail the second one.
             raise ShuffleClosedError(f"{self} has already been closed") from self._exception
 
     def fail(self, exception: Exception) -> None:

@@ -192,10 +192,10 @@ class TaskInputs:
     They are cut together. To cut an input has a fixed cost, most of all in pandas, however small
     the input is. And the shards of a small input alone would be far too small.
 
-    An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. This depends on
-    no other input, and an input keeps its first size, although estimates change. A task that runs
-    again therefore forms the same groups. The store needs that: it recognises a second attempt by
-    the lowest number in a group.
+    An input that is larger than its share of `MOST_WAITING_NBYTES` does not wait. Only the first
+    estimate of its own size decides, although estimates change later. A task that runs again
+    therefore forms the same groups. The store needs that: it recognises a second attempt by the
+    lowest number in a group.
 
     Each execution of a task counts alone. One that began in an earlier run, and then fails, has
     handed over only a part of its inputs here.

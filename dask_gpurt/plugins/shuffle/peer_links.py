@@ -169,7 +169,7 @@ class Links(Arrivals):
                 return message
             del message  # an error of the next attempt would keep this frame alive
         if status == RELINK:
-            raise TransportError(f"{address} does not keep a link")
+            raise TransportError(f"{address} forgets the link at each attempt")
         raise DamagedError(
             f"{_MAX_ATTEMPTS} times in a row a message to {address} arrived damaged: the network "
             "or the memory of one of the two hosts is at fault"

@@ -32,7 +32,7 @@ MESSAGE_DEADLINE_S = 120.0
 
 
 class HostRefusals:
-    """Refusals of shared memory by workers of other hosts; one answer stands for its whole host.
+    """Refusals of shared memory. If one worker of a host refuses, its others are not asked.
 
     A cluster of 1,000 workers on 125 hosts would otherwise ask a million times. Workers at this
     worker's own host name are each asked: some may be in containers, and others not. On the event

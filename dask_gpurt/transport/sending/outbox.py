@@ -330,7 +330,7 @@ class Outbox(Generic[T]):
         if self._stopped:
             return
         if peer.waiting:
-            # Its shards have waited for an answer already.
+            # These shards have waited for an answer already.
             self._send_now(peer)
         self._fill_window()
         self._end_flushes()

@@ -2,7 +2,7 @@
 
 Peers share it by a dynamic threshold: a peer may use a multiple of the bytes that are still free.
 So a slow peer cannot take all of it, and the more peers are slow, the less each of them takes.
-Equal shares would need to know the peers that are still to come. The queues are `outbox`'s.
+Equal shares are impossible: nobody knows how many peers will come. The queues are `outbox`'s.
 """
 
 from __future__ import annotations

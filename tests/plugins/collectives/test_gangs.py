@@ -246,7 +246,7 @@ def run_in_task(leaves):
 
 @on_cluster(TWO)
 async def test_a_task_that_keeps_the_only_thread_is_refused(c, s, a, b):
-    with pytest.raises(GangError, match="1 are kept by tasks that wait for gangs"):
+    with pytest.raises(GangError, match="tasks that wait for a group keep 1 of them"):
         await c.submit(run_in_task, False, pure=False)
     assert await c.submit(run_in_task, True, pure=False) == [2, 2]
     await assert_nothing_stays(c, s, a, b)

@@ -176,7 +176,7 @@ class Gangs(SchedulerPlugin):
         """
         request_checks.name("client", client)
         if request_checks.name("name", name) in self._gangs:
-            raise ProtocolError("a gang begins once")
+            raise ProtocolError(f"the gang {name} has begun already")
         if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _MOST_S:
             raise ProtocolError(f"timeout_s must be a number of seconds up to {_MOST_S:g}")
         await self._reported()
@@ -231,8 +231,8 @@ class Gangs(SchedulerPlugin):
                 return f"the worker of rank {rank} at {address} is {ws.status.name}"
             if ws.nthreads <= keepers[address]:
                 why = (
-                    f"{keepers[address]} are kept by tasks that wait for gangs; call"
-                    " distributed.secede() in them first, or give the worker more threads"
+                    f"tasks that wait for a group keep {keepers[address]} of them; call"
+                    " distributed.secede() in those tasks first, or give the worker more threads"
                     if keepers[address]
                     else "it needs one for its rank"
                 )
