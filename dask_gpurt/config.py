@@ -8,21 +8,21 @@ plugins from there.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import dask.config
 import yaml
-from dask.utils import parse_bytes
 
+from dask_gpurt import setting_values as values
 from dask_gpurt.errors import ConfigError
+from dask_gpurt.setting_values import AUTO, Get, amount_nbytes
 
 logger = logging.getLogger("dask_gpurt")
 
@@ -35,13 +35,9 @@ PRELOAD = "dask_gpurt.preload"
 #: Most characters in a description of machines, as in `topology.description`.
 MAX_TEXT = 2**24
 
-#: The value of `gpurt.shuffle.in-flight` for a share of the worker's memory limit.
-AUTO: Final = "auto"
+#: `gpurt.shuffle.in-flight: auto` is this share of the worker's memory limit.
 _IN_FLIGHT_SHARE = 0.05
 _LEAST_IN_FLIGHT_NBYTES = 64 << 20
-
-#: A function that returns the value of a setting by its key.
-Get = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class ShuffleSettings:
 
     def memory_nbytes(self, worker_limit_nbytes: int) -> int:
         """Return the bytes that shards may use on a worker with this memory limit."""
-        return _of(self.memory, worker_limit_nbytes)
+        return amount_nbytes(self.memory, worker_limit_nbytes)
 
     def in_flight_nbytes(self, worker_limit_nbytes: int) -> int:
         """Return the bytes that may wait to be sent by a worker with this memory limit."""
@@ -89,7 +85,7 @@ class ShuffleSettings:
 
     def device_nbytes(self, total_nbytes: int) -> int:
         """Return the bytes that shards may use on a GPU with this much memory."""
-        return _of(self.device, total_nbytes)
+        return amount_nbytes(self.device, total_nbytes)
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,7 @@ class MemorySettings:
 
     def device_nbytes(self, total_nbytes: int) -> int:
         """Return the bytes that values may use on a GPU with this much memory."""
-        return _of(self.device, total_nbytes)
+        return amount_nbytes(self.device, total_nbytes)
 
 
 @dataclass(frozen=True)
@@ -295,38 +291,40 @@ def read() -> Settings:
 
 def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
     return Settings(
-        enabled=_flag(get, "enabled"),
-        strict=_flag(get, "strict"),
+        enabled=values.flag(get, "enabled"),
+        strict=values.flag(get, "strict"),
         shuffle=ShuffleSettings(
             transport=_choice(get, "shuffle.transport"),
             routing=_choice(get, "shuffle.routing"),
             compression=_choice(get, "shuffle.compression"),
-            memory=_memory(get, "shuffle.memory"),
-            device=_memory(get, "shuffle.device"),
-            message_nbytes=_nbytes(get, "shuffle.message-size"),
-            in_flight=_auto_or_nbytes(get, "shuffle.in-flight"),
-            overlap=_flag(get, "shuffle.overlap"),
+            memory=values.share_or_nbytes(get, "shuffle.memory"),
+            device=values.share_or_nbytes(get, "shuffle.device"),
+            message_nbytes=values.nbytes(get, "shuffle.message-size"),
+            in_flight=values.auto_or_nbytes(get, "shuffle.in-flight"),
+            overlap=values.flag(get, "shuffle.overlap"),
         ),
         memory=MemorySettings(
-            enabled=_flag(get, "memory.enabled"),
+            enabled=values.flag(get, "memory.enabled"),
             policy=_choice(get, "memory.policy"),
-            directory=_path(get, "memory.directory"),
-            disk_limit_nbytes=_optional_nbytes(get, "memory.disk-limit"),
+            directory=values.directory(get, "memory.directory"),
+            disk_limit_nbytes=values.optional_nbytes(get, "memory.disk-limit"),
             compression=_choice(get, "memory.compression"),
-            compressed_nbytes=_optional_nbytes(get, "memory.compressed"),
-            device=_memory(get, "memory.device"),
-            replace_dask_cuda=_flag(get, "memory.replace-dask-cuda"),
+            compressed_nbytes=values.optional_nbytes(get, "memory.compressed"),
+            device=values.share_or_nbytes(get, "memory.device"),
+            replace_dask_cuda=values.flag(get, "memory.replace-dask-cuda"),
         ),
         placement=PlacementSettings(
-            enabled=_flag(get, "placement.enabled"),
+            enabled=values.flag(get, "placement.enabled"),
             policy=_choice(get, "placement.policy"),
         ),
         collectives=CollectiveSettings(
-            enabled=_flag(get, "collectives.enabled"),
+            enabled=values.flag(get, "collectives.enabled"),
             order=_choice(get, "collectives.order"),
         ),
-        topology=TopologySettings(file, text, probe=_switch(get, "topology.probe")),
-        trace=TraceSettings(_nbytes(get, "trace.limit")),
+        topology=TopologySettings(
+            file, text, probe=values.switch(get, "topology.probe", _allowed("topology.probe"))
+        ),
+        trace=TraceSettings(values.nbytes(get, "trace.limit")),
     )
 
 
@@ -350,7 +348,7 @@ def unknown_keys() -> list[tuple[str, str | None]]:
 def is_strict() -> bool:
     """Return whether `gpurt.strict` is set. True if the setting is invalid."""
     try:
-        return _flag(_get, "strict")
+        return values.flag(_get, "strict")
     except ConfigError:
         return True
 
@@ -387,35 +385,15 @@ def _get(key: str) -> Any:
     return dask.config.get(f"gpurt.{key}", default)
 
 
-def _flag(get: Get, key: str) -> bool:
-    value = get(key)
-    if isinstance(value, bool):
-        return value
-    words = {"true": True, "yes": True, "on": True, "1": True}
-    words |= {"false": False, "no": False, "off": False, "0": False}
-    try:
-        return words[str(value).strip().lower()]
-    except KeyError:
-        raise ConfigError(f"gpurt.{key} is {value!r}; it may be true or false") from None
-
-
-def _choice(get: Get, key: str) -> Any:
-    value = get(key)
+def _allowed(key: str) -> list[str]:
     section = schema()
     for name in key.split("."):
         section = section["properties"][name]
-    if value is None and "none" in section["enum"]:
-        # Dask parses the word "none" in an environment variable as None.
-        return "none"
-    if value not in section["enum"]:
-        raise ConfigError(f"gpurt.{key} is {value!r}; it may be {' or '.join(section['enum'])}")
-    return value
+    return list(section["enum"])
 
 
-def _switch(get: Get, key: str) -> Any:
-    """Return a choice. YAML reads the unquoted words "on" and "off" as truth values."""
-    value = get(key)
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else _choice(get, key)
+def _choice(get: Get, key: str) -> Any:
+    return values.choice(get, key, _allowed(key))
 
 
 def _text(key: str) -> tuple[str | None, str | None]:
@@ -436,65 +414,3 @@ def _text(key: str) -> tuple[str | None, str | None]:
     if len(text) > MAX_TEXT:
         raise ConfigError(f"gpurt.{key} is {name!r}, which is longer than {MAX_TEXT} characters")
     return name, text
-
-
-#: Messages to the scheduler hold no larger number.
-_TOO_MANY_NBYTES = 1 << 63
-
-
-def _nbytes(get: Get, key: str) -> int:
-    value = get(key)
-    try:
-        # `parse_bytes` accepts the empty string and True as one byte.
-        blank = isinstance(value, bool) or value == ""
-        nbytes = 0 if blank else parse_bytes(value)
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        nbytes = 0
-    if not 0 < nbytes < _TOO_MANY_NBYTES:
-        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
-    return int(nbytes)
-
-
-def _auto_or_nbytes(get: Get, key: str) -> int | Literal["auto"]:
-    if get(key) == AUTO:
-        return AUTO
-    try:
-        return _nbytes(get, key)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or {AUTO!r}") from None
-
-
-def _optional_nbytes(get: Get, key: str) -> int | None:
-    return None if get(key) is None else _nbytes(get, key)
-
-
-def _path(get: Get, key: str) -> str | None:
-    value = get(key)
-    if value is not None and not (isinstance(value, str) and value):
-        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a directory")
-    return value
-
-
-#: Numbers between 1 and this are more likely shares or percentages than sizes.
-_LEAST_NBYTES = 1024
-
-
-def _memory(get: Get, key: str) -> float:
-    value = get(key)
-    try:
-        amount = math.nan if isinstance(value, bool) else float(value)
-        # Numbers from `_LEAST_NBYTES` are bytes. A number slightly above 1 is a mistaken share.
-        fits = 0 < amount <= 1 or _LEAST_NBYTES <= amount < _TOO_MANY_NBYTES
-    except (TypeError, ValueError):
-        amount = math.nan
-        with contextlib.suppress(ConfigError):
-            amount = float(_nbytes(get, key))
-        fits = amount > 1  # `_of` would take one byte for all of it
-    if not fits:
-        raise ConfigError(f"gpurt.{key} is {value!r}; it may be a share (0.3) or a size ('4 GiB')")
-    return amount
-
-
-def _of(amount: float, total_nbytes: int) -> int:
-    """Return the bytes that a share or a size amounts to."""
-    return int(amount * total_nbytes) if amount <= 1.0 else int(amount)

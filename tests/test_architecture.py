@@ -39,7 +39,8 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "metrics": (set(), set(), {"threading"}),
     "process_patch": (set(), set(), {"threading"}),
     "system_calls": (set(), set(), {"os"}),
-    "config": ({"errors"}, {"dask", "yaml"}, {"logging"}),
+    "setting_values": ({"errors"}, {"dask"}, set()),
+    "config": ({"errors", "setting_values"}, {"dask", "yaml"}, {"logging"}),
     # The clock is for the ledger, and for the rates of the emulated device.
     "devices": (
         {"system_calls"},
@@ -144,6 +145,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
             "placement",
             "plugins",
             "predict",
+            "setting_values",
             "topology",
             "tracing",
         },

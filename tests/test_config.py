@@ -324,7 +324,14 @@ def test_environment_variables_are_read(warnings):
             DEFAULTS,
             enabled=True,
             strict=True,
-            shuffle=ShuffleSettings("auto", "auto", "auto", 0.5, 1e9, MIB, 2_000_000, False),
+            shuffle=replace(
+                DEFAULTS.shuffle,
+                memory=0.5,
+                device=1e9,
+                message_nbytes=MIB,
+                in_flight=2_000_000,
+                overlap=False,
+            ),
             memory=MemorySettings(False, "lru", "/scratch", 5 * MIB, "zstd", MIB, 2e9, True),
         )
     assert warnings() == []
@@ -373,7 +380,16 @@ def test_settings_survive_serialization():
         DEFAULTS,
         enabled=True,
         strict=True,
-        shuffle=ShuffleSettings("comm", "two-level", "zstd", 5e9, 0.3, 7, 11, False),
+        shuffle=ShuffleSettings(
+            transport="comm",
+            routing="two-level",
+            compression="zstd",
+            memory=5e9,
+            device=0.3,
+            message_nbytes=7,
+            in_flight=11,
+            overlap=False,
+        ),
         placement=PlacementSettings(False, "stock"),
         topology=TopologySettings("machines.yaml", "hosts: []", "off"),
         memory=MemorySettings(True, "largest", None, None, "lz4", None, 2e9, False),

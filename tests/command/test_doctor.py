@@ -53,6 +53,16 @@ def test_flag_from_the_environment_is_shown(
     assert flag["text"].startswith(f"{state}, by the environment variable DASK_GPURT__ENABLED")
 
 
+def test_a_flag_that_is_neither_on_nor_off_is_a_problem(shell: Shell) -> None:
+    outcome = shell.gpurt("doctor", "--json", env={"DASK_GPURT__ENABLED": "maybe"})
+    (flag,) = found(outcome, "flag")
+    assert flag["level"] == "problem"
+    assert flag["text"] == (
+        "in the environment variable DASK_GPURT__ENABLED,"
+        " gpurt.enabled is 'maybe'; it may be true or false"
+    )
+
+
 def test_a_flag_with_one_underscore_is_a_problem(shell: Shell) -> None:
     outcome = shell.gpurt("doctor", "--json", env={"DASK_GPURT_ENABLED": "true"})
     (flag,) = found(outcome, "flag")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import dask.config
 import yaml
 
-from dask_gpurt import config
+from dask_gpurt import config, setting_values
 from dask_gpurt.errors import ConfigError
 from dask_gpurt.topology import description
 
@@ -127,13 +127,8 @@ def working_directory() -> list[Finding]:
 def flag() -> Finding:
     """Check whether the flag is set, and where."""
     value = dask.config.get("gpurt.enabled", None)
-    name = _variable("gpurt.enabled")
-    if name is not None:
-        where = f"the environment variable {name}"
-    else:
-        files = [path for path in _files_with("gpurt.enabled") if not _is_ours(path)]
-        where = str(files[-1]) if files else ""
-    if not where:
+    where = _place_of("gpurt.enabled")
+    if where is None:
         # Dask reads such names as settings of other packages.
         wrong = [one for one in os.environ if re.match("DASK_GPURT_[^_]", one)]
         if wrong:
@@ -143,10 +138,12 @@ def flag() -> Finding:
         text = "not set: Dask runs as it does without dask_gpurt"
         remedy = "set DASK_GPURT__ENABLED=true, or start the program with `dask gpurt run`"
         return Finding("note", "flag", text, remedy)
-    if str(value).strip().lower() in ("true", "yes", "on", "1"):
-        return Finding("ok", "flag", f"on, by {where}")
-    remedy = f"set it to true in {where}" if name is None else f"set {name}=true"
-    return Finding("note", "flag", f"off, by {where} ({value!r})", remedy)
+    try:
+        if setting_values.flag(lambda key: value, "enabled"):
+            return Finding("ok", "flag", f"on, by {where}")
+    except ConfigError as error:
+        return Finding("problem", "flag", f"in {where}, {error}", "correct it there")
+    return Finding("note", "flag", f"off, by {where} ({value!r})", "set it to true there")
 
 
 def settings() -> Finding:
@@ -181,12 +178,7 @@ def preloads() -> list[Finding]:
         return [Finding("problem", "preload", text, remedy)]
     for role in missing:
         key = f"distributed.{role}.preload"
-        name = _variable(key)
-        if name is not None:
-            where = f"the environment variable {name}"
-        else:
-            files = [path for path in _files_with(key) if not _is_ours(path)]
-            where = str(files[-1]) if files else "the configuration"
+        where = _place_of(key) or "the configuration"
         text = f"{where} replaces the list {key}, which has lost {config.PRELOAD}"
         remedy = f"add {config.PRELOAD} to {key} there, and [] to {key}-argv if that is set"
         found.append(Finding("problem", "preload", text, remedy))
@@ -258,6 +250,14 @@ def gpu() -> Finding:
         "the driver, and several GPUs not at all"
     )
     return Finding("note", "gpu", text)
+
+
+def _place_of(key: str) -> str | None:
+    """Return where a user has set a key, in words; None if nowhere."""
+    if (name := _variable(key)) is not None:
+        return f"the environment variable {name}"
+    files = [path for path in _files_with(key) if not _is_ours(path)]
+    return str(files[-1]) if files else None
 
 
 def _variable(key: str) -> str | None:
