@@ -1,8 +1,7 @@
 """A traced program as one that can be simulated: tasks, shuffles, and the client's submissions.
 
-A trace says when each task was ready and what it needed, but not which graph it came from. A task
-that became ready long after its inputs was submitted at that time. All tasks that were submitted
-within a moment are one graph, and so are the tasks that need them.
+Graphs that the client submitted within a moment are one. A task that needs others of a later graph
+belongs to that one: it was computed again.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from dask_gpurt.tracing.report.event_columns import Columns
 
 Policy = Literal["auto", "data-aware", "stock"]
 
-#: The scheduler makes a task ready this soon after its last input. Later, the client submitted it.
-SOON_S = 0.05
-#: A longer pause between two submitted tasks begins a new graph.
+#: Graphs that the client submits within this time are taken as one.
 MOMENT_S = 0.05
 #: Prefix of the task that ends the transfers of a shuffle.
 BARRIER = "shuffle-barrier"
@@ -130,32 +127,19 @@ def _needs(columns: Columns) -> list[tuple[int, ...]]:
 def _batches(columns: Columns, needs: list[tuple[int, ...]]) -> list[_Batch]:
     """Return the submissions, in order of time."""
     tasks = columns.tasks
-    submitted_s: dict[int, float] = {}
-    # The scheduler needs time for an input with many dependents: it makes one after another ready.
-    latest_s: dict[int, float] = {}
-    for i in np.argsort(tasks.ready_s, kind="stable").tolist():
-        ready_s = float(tasks.ready_s[i])
-        before_s = max(
-            (latest_s.get(one, float(tasks.known_s[one])) for one in needs[i]), default=-np.inf
-        )
-        if ready_s - before_s > SOON_S:
-            submitted_s[i] = ready_s
-        else:
-            latest_s |= dict.fromkeys(needs[i], ready_s)
-    by_time = sorted(submitted_s, key=submitted_s.__getitem__)
     starts: list[float] = []
     number_of: dict[int, int] = {}
     last_s = -np.inf
-    for i in by_time:
-        if submitted_s[i] - last_s > MOMENT_S:
-            starts.append(submitted_s[i])
-        last_s = submitted_s[i]
+    for i in np.argsort(tasks.submitted_s, kind="stable").tolist():
+        submitted_s = float(tasks.submitted_s[i])
+        if submitted_s - last_s > MOMENT_S:
+            starts.append(submitted_s)
+        last_s = submitted_s
         number_of[i] = len(starts) - 1
     # This order visits inputs first.
     members: list[list[int]] = [[] for _ in starts]
     for i in np.argsort(tasks.known_s, kind="stable").tolist():
-        of_inputs = max((number_of.get(one, 0) for one in needs[i]), default=0)
-        number_of[i] = max(number_of.get(i, 0), of_inputs)
+        number_of[i] = max(number_of[i], *(number_of[one] for one in needs[i]), 0)
         members[number_of[i]].append(i)
     return [
         _Batch(at_s, found, float(tasks.known_s[found].max()))

@@ -122,6 +122,9 @@ class TaskTimes(NamedTuple):
         Identifier of the thread in its process.
     away_s
         Seconds until its end in which it had left its thread, as tasks with `worker_client` do.
+    submitted_s
+        The scheduler had the client's graph with this task, to a millisecond; 0 if before the
+        trace. Tasks of one graph have the same time.
     """
 
     number: int
@@ -137,6 +140,7 @@ class TaskTimes(NamedTuple):
     nbytes: int = 0
     thread: int = 0
     away_s: float = 0.0
+    submitted_s: float = 0.0
 
 
 class Instant(NamedTuple):

@@ -213,6 +213,8 @@ class _TaskRun:
     assigned_s: float
     known_s: float
     nbytes: int
+    #: 0 if before the trace.
+    submitted_s: float = 0.0
     hash: int = 0
     thread: int = 0
     away_s: float = 0.0
@@ -237,8 +239,11 @@ def _tasks(every: list[_Events], by_address: dict[str, int]) -> list[_TaskRun]:
         if process is not None:
             ready_s = row.start_s - row.message / 1e6
             shown = texts[row.path]
+            submitted_s = ready_s - (row.run - 1) / 1e3 if row.run else 0.0
             times = ready_s, row.start_s, row.end_s
-            made = _TaskRun(row.key, process, shown, *times, row.nbytes, is_seen=not row.n)
+            made = _TaskRun(
+                row.key, process, shown, *times, row.nbytes, submitted_s, is_seen=not row.n
+            )
             runs[row.key] = made
     for row in scheduler.rows(records.TIMES):
         if (run := runs.get(row.key)) is not None:
@@ -323,6 +328,7 @@ def _number_tasks(
                     nbytes=run.nbytes,
                     thread=run.thread,
                     away_s=round(end_s - free_s, 6),
+                    submitted_s=_within(run.submitted_s, wall_s),
                 )
             )
     for of_process in of_hash:

@@ -189,14 +189,17 @@ class RecordEncoder:
         known_s: float,
         nbytes: int,
         *,
+        submitted_s: float | None = None,
         is_seen: bool = True,
     ) -> None:
         """Add a run of a task, as the scheduler saw it.
 
         A run that it did not see end failed, was given up, or goes on. It counts if its worker
-        recorded it.
+        recorded it. `submitted_s` is None if the graph arrived before the trace.
         """
         early = microseconds(assigned_s - ready_s)
+        # Milliseconds, since a task may wait for days; 0 stands for None.
+        waited = 0 if submitted_s is None else 1 + round(max(ready_s - submitted_s, 0.0) * 1e3)
         path, peer = self.text(shown), self.text(worker)
         self._records += _RECORD.pack(
             ASSIGNED,
@@ -207,7 +210,7 @@ class RecordEncoder:
             path,
             peer,
             number,
-            0,
+            min(waited, _MOST_LONG),
             early,
             max(nbytes, 0),
             assigned_s,

@@ -124,6 +124,11 @@ async def test_a_trace_has_tasks_phases_fetches_and_samples(c, s, *workers):
         assert sorted(times) == list(times)
         assert all(tasks[one].known_s <= task.assigned_s for one in task.needs)
         assert task.thread
+    # `shuffled` makes its inputs in the same graph.
+    of_graph = [task.submitted_s for task in trace.tasks if task.key != "inc"]
+    assert max(of_graph) - min(of_graph) < 2e-3
+    first_s, second_s = (task.submitted_s for task in trace.tasks if task.key == "inc")
+    assert 0 < first_s <= second_s + 2e-3 <= min(of_graph) + 4e-3
     phases = [one for one in trace.work if one.lane == PHASE]
     assert Counter(one.path for one in phases) == dict.fromkeys(
         ("partition", "held_back", "unpack"), N_PARTS

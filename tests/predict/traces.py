@@ -42,6 +42,7 @@ def ran(
     ready_s: float | None = None,
     worker: int = 1,
     nbytes: int = 0,
+    submitted_s: float = 0.99,
 ) -> TaskTimes:
     """Return a run of a task, which was ready and on its worker just before its start."""
     ready_s = start_s - 0.002 if ready_s is None else ready_s
@@ -58,4 +59,5 @@ def ran(
         end_s + 0.002,
         nbytes,
         thread=worker,
+        submitted_s=submitted_s,
     )

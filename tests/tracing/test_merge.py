@@ -122,6 +122,18 @@ def test_tasks_have_the_times_of_their_worker():
     assert [one.kind for one in trace.processes] == [SCHEDULER, "worker"]
 
 
+def test_tasks_have_the_time_at_which_their_graph_came():
+    on_scheduler = RecordEncoder()
+    for number, submitted_s in enumerate([None, 0.5, 2.5, 2.5, -9e6]):
+        times = (4.0 + number, 4.0 + number, 9.5)
+        encoder = on_scheduler
+        encoder.assigned(number + 1, "a", A, *times, nbytes=1, submitted_s=submitted_s)
+        encoder.times(number + 1, key_hash("a"), 9.0, 9.0, 9.1, thread=77)
+    trace = merged(scheduler(on_scheduler), [RecordedProcess(A, "w", "h")], 1.0, 20.0)
+    # The first, the second and the last came before the trace.
+    assert [one.submitted_s for one in trace.tasks] == pytest.approx([0, 0, 1.5, 1.5, 0], abs=1e-3)
+
+
 def test_a_task_that_ran_before_it_was_assigned_moves_no_clock():
     """It was assigned to its worker a second time, after another worker left."""
     on_scheduler, on_worker = RecordEncoder(), RecordEncoder()

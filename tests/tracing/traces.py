@@ -87,6 +87,7 @@ def _task(draw: st.DrawFn, number: int, n_tasks: int, n_processes: int, unit_ns:
         nbytes=draw(_numbers),
         thread=draw(st.integers(0, 2) | _numbers),
         away_s=draw(_finite),
+        submitted_s=draw(_finite),
     )
 
 

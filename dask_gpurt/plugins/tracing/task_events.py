@@ -4,7 +4,7 @@ needed. Runs for every step of every task, so encoding is left to the recorder's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ class TaskEvents:
         #: By key: when all inputs were in memory; when a worker was told, and its address.
         self._ready: dict[Any, float] = {}
         self._assigned: dict[Any, tuple[float, str]] = {}
+        #: By key: when its graph came.
+        self._submitted: dict[Any, float] = {}
         #: By key: number of the newest run.
         self._numbers: dict[Any, int] = {}
         self._n = 0
@@ -45,6 +47,11 @@ class TaskEvents:
         """Record that something happened, by default now."""
         now_s = perf_counter() if at_s is None else at_s
         self._recorder.add(lambda encoder: encoder.instant(name, now_s, detail))
+
+    def submitted(self, keys: Iterable[Any]) -> None:
+        """Note that a graph with these tasks came. Those under way are of an earlier graph."""
+        now_s, tasks = perf_counter(), self._scheduler.tasks
+        self._submitted |= dict.fromkeys((k for k in keys if tasks[k].state == "released"), now_s)
 
     def transition(self, key: Any, start: str, finish: str, facts: dict[str, Any]) -> None:
         """Note a step of a task."""
@@ -68,6 +75,7 @@ class TaskEvents:
             self._assigned.pop(key, None)
             if finish == "forgotten":
                 self._numbers.pop(key, None)
+                self._submitted.pop(key, None)
                 # A program may compute the same shuffle again.
                 self._barriers.discard(key)
 
@@ -97,14 +105,14 @@ class TaskEvents:
         """Record a run of which only its worker may know when it began and ended."""
         known_s = perf_counter()
         assigned_s, worker = self._assigned[key]
-        ready_s = self._ready.get(key, assigned_s)
+        ready_s, submitted_s = self._ready.get(key, assigned_s), self._submitted.get(key)
         needed = self._needed(key)
         self._n += 1
         number, recorder = self._n, self._recorder
 
         def encode(encoder: RecordEncoder) -> None:
-            times = ready_s, assigned_s, known_s
-            encoder.assigned(number, recorder.shown(key), worker, *times, 0, is_seen=False)
+            run = number, recorder.shown(key), worker, ready_s, assigned_s, known_s, 0
+            encoder.assigned(*run, submitted_s=submitted_s, is_seen=False)
             encoder.times(number, key_hash(key), known_s, known_s, known_s, 0)
             encoder.needs(number, needed)
 
@@ -117,7 +125,7 @@ class TaskEvents:
     def _finished(self, key: Any, facts: dict[str, Any]) -> None:
         known_s = perf_counter()
         assigned_s, _ = self._assigned.pop(key, (known_s, ""))
-        ready_s = self._ready.pop(key, assigned_s)
+        ready_s, submitted_s = self._ready.pop(key, assigned_s), self._submitted.get(key)
         task = self._scheduler.tasks.get(key)
         needed = self._needed(key)
         self._n += 1
@@ -138,8 +146,8 @@ class TaskEvents:
             fetched = [float(one["stop"]) + to_here_s for one in fetches]
             here_s = max(fetched, default=min(assigned_s, start_s))
             here_s = min(here_s, start_s)
-            shown = recorder.shown(key)
-            encoder.assigned(number, shown, worker, ready_s, assigned_s, known_s, nbytes)
+            run = number, recorder.shown(key), worker, ready_s, assigned_s, known_s, nbytes
+            encoder.assigned(*run, submitted_s=submitted_s)
             encoder.times(number, key_hash(key), here_s, start_s, end_s, int(thread))
             encoder.needs(number, needed)
 

@@ -155,6 +155,10 @@ class TraceSession(SchedulerPlugin):
 
     # ------------------------------------------------------------------ what the scheduler sees
 
+    def update_graph(self, scheduler: Scheduler, *, tasks: list[Any], **kwargs: Any) -> None:
+        if self.ended_s is None:
+            self._tasks.submitted(tasks)
+
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         if self.ended_s is None:
             self._tasks.transition(key, start, finish, kwargs)

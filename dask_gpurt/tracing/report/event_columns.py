@@ -95,6 +95,7 @@ class TaskColumns:
         tasks, n = trace.tasks, len(trace.tasks)
         self.process = _column(tasks, "process", np.int32)
         self.ready_s = _column(tasks, "ready_s", np.float64)
+        self.submitted_s = _column(tasks, "submitted_s", np.float64)
         self.assigned_s = _column(tasks, "assigned_s", np.float64)
         self.here_s = _column(tasks, "here_s", np.float64)
         self.start_s = _column(tasks, "start_s", np.float64)
