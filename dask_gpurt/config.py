@@ -283,9 +283,7 @@ def read() -> Settings:
     ConfigError
         A value is invalid. The message names the key and its valid values.
     """
-    for key, suggestion in unknown_keys():
-        hint = f"; did you mean gpurt.{suggestion}?" if suggestion else ""
-        logger.warning("unknown setting gpurt.%s is ignored%s", key, hint)
+    warn_of_unknown()
     return _parsed(_get, *_text("topology.file"))
 
 
@@ -328,6 +326,13 @@ def _parsed(get: Get, file: str | None, text: str | None) -> Settings:
     )
 
 
+def warn_of_unknown() -> None:
+    """Log each unknown key under `gpurt.`, with the known key that it resembles."""
+    for key, suggestion in unknown_keys():
+        hint = f"; did you mean gpurt.{suggestion}?" if suggestion else ""
+        logger.warning("unknown setting gpurt.%s is ignored%s", key, hint)
+
+
 def unknown_keys() -> list[tuple[str, str | None]]:
     """Return the unknown keys under `gpurt.`, each with the known key it resembles."""
     section = dask.config.get("gpurt", None)
@@ -351,6 +356,14 @@ def is_strict() -> bool:
         return values.flag(_get, "strict")
     except ConfigError:
         return True
+
+
+def shuffle_memory() -> float | None:
+    """Return `gpurt.shuffle.memory`, a share or bytes; None if the setting is invalid."""
+    try:
+        return values.share_or_nbytes(_get, "shuffle.memory")
+    except ConfigError:
+        return None
 
 
 def preload_list(role: str) -> list[str]:

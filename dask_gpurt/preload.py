@@ -16,15 +16,38 @@ import dask.config
 _said: set[str] = set()
 
 
+#: Settings and sections of settings. A test compares them with the defaults.
+KNOWN = {
+    "collectives",
+    "enabled",
+    "memory",
+    "placement",
+    "shuffle",
+    "strict",
+    "topology",
+    "trace",
+}
+
+
 def _flag_is_set() -> bool:
     """Return whether the flag is anything but off. `config.read` rejects invalid values."""
     flag = dask.config.get("gpurt.enabled", None)
     return flag is not None and str(flag).strip().lower() not in ("false", "no", "off", "0")
 
 
+def _warn_of_unknown() -> None:
+    """Name misspelt settings: one of them may be meant for the flag."""
+    given = dask.config.get("gpurt", None)
+    if isinstance(given, dict) and not given.keys() <= KNOWN:
+        from dask_gpurt import config
+
+        config.warn_of_unknown()
+
+
 async def dask_setup(node: Any) -> None:
     """Switch the runtime on if the flag is set in the process of this client or scheduler."""
     if not _flag_is_set():
+        _warn_of_unknown()
         return
     # Compare names: importing the classes would load the scheduler into every worker.
     role = {base.__name__ for base in type(node).__mro__}

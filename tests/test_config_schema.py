@@ -5,7 +5,7 @@ from __future__ import annotations
 import dask.config
 import yaml
 
-from dask_gpurt import config
+from dask_gpurt import config, preload
 from tests.config_cases import DEFAULTS, leaves, schema_leaves
 
 # ------------------------------------------------------------------ defaults and schema
@@ -44,6 +44,10 @@ def test_defaults_have_the_types_of_the_schema():
         assert any(isinstance(defaults[key], types[name]) for name in names), key
         if isinstance(defaults[key], bool):
             assert names == ["boolean"], key
+
+
+def test_the_preload_knows_all_sections():
+    assert set(config.defaults()) == preload.KNOWN
 
 
 def test_every_setting_is_read():

@@ -99,8 +99,8 @@ def words(now: CounterSnapshot, elapsed_s: float) -> str:
         f"{now.tasks_done}/{now.tasks_total} tasks",
         f"{format_bytes(now.totals['sent_nbytes'])} moved",
     ]
-    if now.totals["spilled_nbytes"]:
-        parts.append(f"{format_bytes(now.totals['spilled_nbytes'])} spilled")
+    if spilled_nbytes := int(now.spent.get("written_nbytes", 0)):
+        parts.append(f"{format_bytes(spilled_nbytes)} spilled")
     parts.append(format_time(elapsed_s))
     return ", ".join(parts)
 

@@ -37,7 +37,8 @@ def as_dict(
         "wall_s": round(wall_s, 3),
         "sent_nbytes": snapshot.totals["sent_nbytes"],
         "local_nbytes": snapshot.totals["local_nbytes"],
-        "spilled_nbytes": snapshot.totals["spilled_nbytes"],
+        # Values and shards, also those that stock Dask wrote.
+        "spilled_nbytes": int(snapshot.spent.get("written_nbytes", 0)),
         "totals": snapshot.totals,
         "runs": snapshot.runs,
         "fallbacks": snapshot.fallbacks,
@@ -79,7 +80,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("moved between workers", format_bytes(report["sent_nbytes"]) + by),
         ("stayed on its worker", format_bytes(report["local_nbytes"]) + by),
-        ("spilled to disk", format_bytes(report["spilled_nbytes"]) + by),
+        ("spilled to disk", format_bytes(report["spilled_nbytes"])),
         ("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask"),
     ]
 

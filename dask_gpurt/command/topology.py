@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt.command.connect import ANSWER_TIMEOUT_S, ConnectError, connected, required_address
 from dask_gpurt.errors import GpurtError
 from dask_gpurt.topology.description import parse
+from dask_gpurt.tracing.amounts import count_text
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -89,9 +90,10 @@ def check_file(path: Path) -> int:
     """
     try:
         found = parse(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeError as error:
-        raise TopologyError(f"{path} cannot be read: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise TopologyError(f"cannot read {path}: {why}") from error
+    except ValueError as error:
         raise TopologyError(str(error)) from error
     inner = Counter(
         name for link in found.links for name in {end.partition("/")[0] for end in link.ends}
@@ -108,7 +110,8 @@ def check_file(path: Path) -> int:
         for other in nodes[1:]
         if found.path(nodes[0], other) is None
     ]
-    print(f"{path} can be used: {len(found.hosts)} hosts, {n_links} links")
+    hosts, links = count_text(len(found.hosts), "host"), count_text(n_links, "link")
+    print(f"{path} can be used: {hosts}, {links}")
     for some in (lines, apart):
         for line in some[:MAX_LINES]:
             print(line)

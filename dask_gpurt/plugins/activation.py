@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import distributed
 from distributed.protocol.pickle import dumps
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from distributed import Client
 
 logger = logging.getLogger("dask_gpurt")
+
+#: Why the runtime could not be switched on for a client, as its log says.
+_refusals: WeakKeyDictionary[Client, str] = WeakKeyDictionary()
 
 
 def scheduler_of(client: Client) -> Any:
@@ -148,6 +153,7 @@ async def on_connect(client: Client) -> None:
         _activate_on_reconnect(client, settings)
         await activate(client, settings)
     except (ActivationError, ConfigError) as error:
+        _refusals[client] = str(error)
         _refuse_if_strict(client, error)
         if isinstance(error, ConfigError):
             # The preload logs it, once for a client and a scheduler in one process.
@@ -160,7 +166,9 @@ async def on_connect(client: Client) -> None:
 
 def _refuse_if_strict(client: Client, error: Exception) -> None:
     if config.is_strict():
-        p2p.refuse_work(client, StrictFallbackError(str(error)))
+        why = re.sub(r"[;.] stock Dask runs\.?$", "", str(error), flags=re.IGNORECASE)
+        text = f"{why}. gpurt.strict forbids to go on with stock Dask."
+        p2p.refuse_work(client, StrictFallbackError(text))
 
 
 def _activate_on_reconnect(client: Client, settings: config.Settings) -> None:
@@ -245,7 +253,7 @@ async def read_status(client: Client, *, ask_workers: bool) -> dict[str, Any]:
         status = {
             "active": False,
             "activation": None,
-            "reason": "not switched on for this cluster",
+            "reason": _refusals.get(client, "not switched on for this cluster"),
             "runs": {"gpurt": 0, "stock": 0},
             "fallbacks": [],
             "placement": None,

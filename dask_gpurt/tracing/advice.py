@@ -38,17 +38,38 @@ def of_fallback(why: str) -> str:
     return "See the reason, and the logs of the scheduler and the workers."
 
 
-def of_spill(is_shards: bool) -> tuple[str, str]:
+#: The share of memory for shards that advice names.
+_MORE_FOR_SHARDS = 0.5
+
+
+def more_for_shards(now: object) -> str:
+    """Return the setting that gives shards more memory; empty if they have as much already.
+
+    Parameters
+    ----------
+    now
+        `gpurt.shuffle.memory`, a share or bytes; None if it is unknown.
+    """
+    is_more = isinstance(now, int | float) and now >= _MORE_FOR_SHARDS
+    return "" if is_more else f"gpurt.shuffle.memory: {_MORE_FOR_SHARDS}"
+
+
+def of_spill(is_shards: bool, memory_now: object = None) -> tuple[str, str]:
     """Return the advice if data went to disk, and the setting to paste.
 
     Parameters
     ----------
     is_shards
         Whether it was data of shuffles, not outputs of tasks.
+    memory_now
+        As for `more_for_shards`.
     """
     if is_shards:
-        return (
-            "Let shards have more of the workers' memory if some is free, or add workers.",
-            "gpurt.shuffle.memory: 0.5",
-        )
+        setting = more_for_shards(memory_now)
+        if setting:
+            return (
+                "Let shards have more of the workers' memory if some is free, or add workers.",
+                setting,
+            )
+        return "Give workers more memory, or add workers.", ""
     return "Make partitions smaller, release results, or give workers more memory.", ""

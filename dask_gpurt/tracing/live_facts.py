@@ -34,6 +34,8 @@ class LiveFacts:
         Length of the period; None if the period has no known start.
     method
         `dataframe.shuffle.method` of the program; empty if it is not set.
+    shuffle_memory
+        `gpurt.shuffle.memory` of the program; None if it is unknown.
     """
 
     shuffles: Sequence[Mapping[str, Any]] = ()
@@ -46,6 +48,7 @@ class LiveFacts:
     n_cores: int = 0
     wall_s: float | None = None
     method: str = ""
+    shuffle_memory: object = None
 
     @cached_property
     def lost(self) -> list[Mapping[str, Any]]:

@@ -173,7 +173,7 @@ def _spill(facts: LiveFacts) -> Bottleneck | None:
         f"{nbytes_text(written)} were written to disk; tasks and messages waited "
         f"{(shards_s + outputs_s) * facts.threads:.1f} s for the disk, over "
         f"{count_text(facts.threads, 'thread')}",
-        *advice.of_spill(is_shards=shards_s > outputs_s),
+        *advice.of_spill(shards_s > outputs_s, facts.shuffle_memory),
         shards_s + outputs_s,
     )
 
@@ -317,8 +317,8 @@ def _no_shuffle(facts: LiveFacts) -> Bottleneck | None:
         )
     return Bottleneck(
         "no-shuffle",
-        f"Dask ran no shuffle; tasks took {facts.spent['task_s']:.1f} s, and workers fetched "
-        f"inputs for {facts.spent['fetch_s']:.1f} s",
+        f"no shuffle moved data between workers directly; tasks took {facts.spent['task_s']:.1f} "
+        f"s, and workers fetched inputs for {facts.spent['fetch_s']:.1f} s",
         "Look at the task stream of Dask's dashboard: the time is in the tasks themselves.",
     )
 

@@ -50,7 +50,7 @@ def nothing_stands_out(facts: LiveFacts) -> str:
         threads = count_text(facts.threads, "thread")
         parts.append(f"{threads} worked {share:.0%} of {facts.period_s:.1f} s")
         if facts.wall_s is not None and share < 0.5:
-            parts[-1] += " (otherwise the program itself or Dask's scheduler did)"
+            parts[-1] += " (the program itself, the scheduler or starting processes took the rest)"
     waited_s = facts.spent["task_s"] - facts.working_s
     parts.append(f"tasks waited {waited_s:.1f} s for peers, memory and disk")
     sending = [one["longest_sender"][2] for one in facts.shuffles if one["longest_sender"]]

@@ -184,7 +184,16 @@ def test_report_names_everything_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n_stock", "shown"), [(0, "  0 B\n"), (1, "  0 B by dask_gpurt\n")])
 def test_bytes_of_stock_shuffles_are_not_said_to_be_none(n_stock: int, shown: str) -> None:
     found = run_report.as_dict(snapshot(runs={"gpurt": 0, "stock": n_stock}), 1.0, 0, [])
-    assert run_report.as_text(found).count(shown) == 3
+    moved, stayed, spilled = run_report.as_text(found).splitlines(keepends=True)[1:4]
+    assert moved.endswith(shown) and stayed.endswith(shown)
+    # Dask's own metrics have what stock Dask writes, too.
+    assert spilled.endswith("  0 B\n")
+
+
+def test_spilled_bytes_are_those_of_values_and_shards() -> None:
+    found = run_report.as_dict(snapshot(spent={"written_nbytes": 3 << 20}), 1.0, 0, [])
+    assert "  spilled to disk        3.00 MiB\n" in run_report.as_text(found)
+    assert found["spilled_nbytes"] == 3 << 20
 
 
 @pytest.mark.parametrize("why", ["pip install x", "no adapter", "no word from worker"])
@@ -208,9 +217,12 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("columns", ["200", "30"])
 def test_progress_is_drawn_and_wiped(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    totals = {**dict.fromkeys(MEANING, 0), "sent_nbytes": 3 << 20, "spilled_nbytes": 1 << 20}
+    totals = {**dict.fromkeys(MEANING, 0), "sent_nbytes": 3 << 20}
+    spent = {"written_nbytes": 1 << 20}
     terminal = Terminal()
-    progress = Progress(lambda: snapshot(tasks_done=3, tasks_total=8, totals=totals), terminal)
+    progress = Progress(
+        lambda: snapshot(tasks_done=3, tasks_total=8, totals=totals, spent=spent), terminal
+    )
     progress.start()
     assert terminal.drawn.wait(120)
     progress.stop()

@@ -100,6 +100,13 @@ class TestFlag:
         assert done.stderr.count("gpurt.enabled is 'ture'; it may be true or false") == 1
         assert "Traceback" not in done.stderr
 
+    def test_misspelt_flag_is_named_and_dask_runs(self, tmp_path):
+        env = {"DASK_GPURT__ENABLE": "true", **WITHOUT_HEARTBEATS}
+        done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
+        assert "RUNS 0 0 False" in done.stdout, done.stderr
+        assert "gpurt.enable is ignored; did you mean gpurt.enabled?" in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_wrong_flag_refuses_work_if_strict(self, tmp_path):
         env = {ON: "ture", "DASK_GPURT__STRICT": "true"}
         done = run_program(PROGRAM.format(before=""), directory=tmp_path, **env)
@@ -209,7 +216,8 @@ class TestWhereItCannotWork:
             assert client.scheduler.address in record.message
             client.wait_for_workers(1)
             assert len(partitions(client, shuffled())) == 3
-            assert not dask_gpurt.status(client)["active"]
+            status = dask_gpurt.status(client)
+            assert not status["active"] and "cannot be imported there" in status["reason"]
             with pytest.raises(ActivationError, match="dask-gpurt cannot be imported there"):
                 with dask_gpurt.trace(client, tmp_path / "trace.json"):
                     pass
@@ -220,8 +228,10 @@ class TestWhereItCannotWork:
         with dask.config.set({"gpurt.enabled": True, "gpurt.strict": True}):
             with cluster.client() as client:
                 client.wait_for_workers(1)
-                with pytest.raises(StrictFallbackError, match="pip install dask-gpurt"):
+                with pytest.raises(StrictFallbackError, match="pip install dask-gpurt") as raised:
                     client.submit(sum, [1, 2])
+                assert str(raised.value).endswith("forbids to go on with stock Dask.")
+                assert "Stock Dask runs" not in str(raised.value)
                 dask_gpurt.disable(client)
                 assert client.submit(sum, [1, 2]).result() == 3
 

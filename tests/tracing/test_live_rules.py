@@ -252,3 +252,18 @@ def test_no_savings_exceed_the_period(shuffles: Any, amounts: Any, wall_s: float
 def test_the_guide_explains_every_rule() -> None:
     headings = re.findall(r"^### `([a-z-]+)`$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     assert headings == list(RULES)
+
+
+@pytest.mark.parametrize(
+    ("now", "setting"),
+    [
+        (None, "gpurt.shuffle.memory: 0.5"),
+        (0.3, "gpurt.shuffle.memory: 0.5"),
+        (0.5, ""),
+        (0.8, ""),
+        (4e9, ""),
+    ],
+)
+def test_no_setting_is_advised_that_is_there(now: float | None, setting: str) -> None:
+    (found,) = bottlenecks(replace(PLANTED["spill"], shuffle_memory=now))
+    assert (found.rule, found.setting) == ("spill", setting)

@@ -135,7 +135,7 @@ def flag() -> Finding:
             right = wrong[0].replace("DASK_GPURT_", "DASK_GPURT__")
             text = f"{wrong[0]} has no effect: it needs two underscores after GPURT"
             return Finding("problem", "flag", text, f"set {right} instead")
-        text = "not set: Dask runs as it does without dask_gpurt"
+        text = "not set here: a program that does not set it runs as without dask_gpurt"
         remedy = "set DASK_GPURT__ENABLED=true, or start the program with `dask gpurt run`"
         return Finding("note", "flag", text, remedy)
     try:

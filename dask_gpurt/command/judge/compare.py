@@ -295,12 +295,14 @@ def _side(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def _expects_gain(turns: Sequence[Turn]) -> bool:
-    """Return whether anything in the program is a shuffle or a large transfer."""
+    """Return whether anything in the program is a shuffle, a spill or a large transfer."""
     for turn in turns:
         report = turn.report
         threads = sum(one["threads"] for one in report["workers"].values()) or 1
-        fetching_s = report["spent"]["fetch_s"] / threads
-        if any(report["runs"].values()) or fetching_s > FETCHING_SHARE * turn.seconds:
+        spent = report["spent"]
+        if any(report["runs"].values()) or spent["written_nbytes"]:
+            return True
+        if spent["fetch_s"] / threads > FETCHING_SHARE * turn.seconds:
             return True
     return False
 
@@ -366,8 +368,8 @@ def _conclusions(found: dict[str, Any], width: int | None) -> list[str]:
         return [*lines, *wrapped(text, width, "  ")]
     if not found["expects_gain"]:
         text = (
-            "nothing in it is a shuffle or a large transfer between workers: no gain is to be "
-            "expected"
+            "nothing in it is a shuffle, spilled data or a large transfer between workers: no "
+            "gain is to be expected"
         )
         return [*lines, *wrapped(text, width, "  ")]
     shuffles = f"{runs['gpurt']} with dask_gpurt, {runs['stock']} left to stock Dask"

@@ -12,6 +12,7 @@ from typing import Any
 
 import dask.config
 
+from dask_gpurt import config
 from dask_gpurt.command.layout import wrapped
 from dask_gpurt.command.observe import CounterSnapshot
 from dask_gpurt.metrics import SPENT
@@ -60,6 +61,7 @@ def of_snapshot(snapshot: CounterSnapshot, wall_s: float) -> dict[str, Any]:
             n_cores=n_cores,
             wall_s=wall_s,
             method=str(dask.config.get("dataframe.shuffle.method", None) or ""),
+            shuffle_memory=config.shuffle_memory(),
         )
     )
 

@@ -91,8 +91,8 @@ def _notes(found: Predictions) -> list[str]:
     priced = [row.group.machine.priced for row in found.rows if row.usd is not None]
     if priced:
         oldest = min(filter(None, priced), default=None)
-        since = f" of {oldest}" if oldest else ""
-        notes.append(f"Costs are for the predicted time alone, at prices{since}.")
+        prices = f"prices of {oldest}" if oldest else "the prices in that file"
+        notes.append(f"Costs are for the predicted time alone, at {prices}.")
     if any(row.changes for row in found.rows):
         notes.append(
             'The last column says which resource would help. "2x network 0.7x": with twice the'

@@ -15,6 +15,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
+from dask_gpurt.command.judge import compare
+from dask_gpurt.command.judge.turns import Turn
 from tests.command.conftest import Outcome, Shell
 from tests.limits import HANG_S
 from tests.thoroughness import only_if_all
@@ -93,6 +95,14 @@ def test_no_gain_is_expected_without_a_shuffle(shell: Shell) -> None:
     outcome, found = compared(shell, "script.py")
     assert (outcome.code, found["expects_gain"]) == (0, False)
     assert found["output"]["kind"] == "equal"
+
+
+def test_a_gain_is_expected_where_memory_is_short() -> None:
+    report = {"workers": {"a": {"threads": 1}}, "runs": {"gpurt": 0, "stock": 0}}
+    for written_nbytes in (0, 1):
+        spent = {"fetch_s": 0.0, "written_nbytes": written_nbytes}
+        turn = Turn(0, "", [], {**report, "spent": spent, "wall_s": 1.0})
+        assert compare._expects_gain([turn]) == bool(written_nbytes)
 
 
 def test_a_program_without_a_cluster_says_so(shell: Shell) -> None:

@@ -52,7 +52,7 @@ def test_the_check_comes_before_the_table(recorded, machines):
     assert "USD" in best and "2x speed 0.5" in other
     said = "- Threads of other machines are taken to be as fast as the recorded ones."
     assert f"{said} Change this with --speed." in notes
-    assert "- Costs are for the predicted time alone, at prices." in notes
+    assert "- Costs are for the predicted time alone, at the prices in that file." in notes
 
 
 def test_costs_say_of_which_day_their_prices_are(recorded):

@@ -37,6 +37,13 @@ class Findings:
         return self.columns.wall_s
 
     @property
+    def shuffle_memory(self) -> object:
+        """The setting `gpurt.shuffle.memory` of the traced program; None if it is unknown."""
+        settings = self.columns.trace.about.get("gpurt")
+        shuffle = settings.get("shuffle") if isinstance(settings, dict) else None
+        return shuffle.get("memory") if isinstance(shuffle, dict) else None
+
+    @property
     def n_threads(self) -> int:
         """Return the threads of all workers."""
         return sum(one.n_threads for one in self.workers)

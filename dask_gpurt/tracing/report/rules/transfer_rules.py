@@ -194,7 +194,7 @@ def back_pressure(found: Findings) -> Bottleneck | None:
         "back-pressure",
         said,
         advice.SLOW_RECEIVERS,
-        "gpurt.shuffle.memory: 0.5" if _written(found) else "",
+        advice.more_for_shards(found.shuffle_memory) if _written(found) else "",
         saves_s,
     )
 
@@ -230,7 +230,7 @@ def spill(found: Findings) -> Bottleneck | None:
         f"{nbytes_text(written)} were written to disk and {nbytes_text(read)} read back; the "
         f"busiest worker spent {seconds_text(busy_s)} with that, and the critical path waited "
         f"{seconds_text(waited_s)} for disks and memory",
-        *advice.of_spill(is_shards),
+        *advice.of_spill(is_shards, found.shuffle_memory),
         saves_s,
     )
 
