@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
 import dask_gpurt
+from dask_gpurt.plugins.placement.roots import fewer_tasks
 from tests.plugins.placement.held_tasks import HeldTasks, until_all_is_stocks
 
 N = 6
@@ -239,6 +240,33 @@ async def test_frames_of_delayed_objects_are_computed(c, s, a, b, caplog):
     made = dd.from_delayed(parts, meta=part(0), verify_meta=False)
     assert await computed(c, filtered(made)["y"].sum()) == TOTAL
     assert len(ended.keys) <= 4 * N + 1 and "examined" not in caplog.text
+
+
+@pytest.mark.parametrize("n_partitions", [1, N])
+@on_cluster()
+async def test_programs_that_write_files_are_grouped(c, s, a, b, tmp_path, caplog, n_partitions):
+    """An expression that writes files has no meta."""
+    ended = Ended(s)
+    frame = dd.from_pandas(ALL, npartitions=n_partitions)
+    writing = frame[frame["key"] > 1].to_parquet(tmp_path / "x", compute=False)
+    await computed(c, writing)
+    written = pd.read_parquet(tmp_path / "x")
+    assert written["x"].sum() == ALL["x"][ALL["key"] > 1].sum()
+    # The frame itself stays apart: Dask holds its data.
+    assert len(ended.keys) == 2 * n_partitions + 1
+    assert "examined" not in caplog.text
+
+
+@on_cluster()
+async def test_inputs_are_grouped_if_layers_cannot_be_read(c, s, a, b, monkeypatch, caplog):
+    def fail(*args):
+        raise TypeError("an expression of another kind")
+
+    monkeypatch.setattr(fewer_tasks, "layers", fail)
+    ended = Ended(s)
+    assert await computed(c, filtered().shuffle("key", npartitions=3)["y"].sum()) == TOTAL
+    assert "the layers of a program could not be examined" in caplog.text
+    assert any("-shuffle-transfer" in name for name in ended.names())
 
 
 @gen_cluster(client=True, nthreads=[("", 2)], config=CONFIG)

@@ -84,7 +84,8 @@ def layers(expr: Any, stays: Callable[[Any], bool]) -> list[Layer]:
                 whole_inputs=frozenset(
                     each._name
                     for each in needed
-                    if one._broadcast_dep(each) and each.npartitions != n_partitions
+                    # In this order: writers of files have no meta, which the second one may need.
+                    if each.npartitions != n_partitions and one._broadcast_dep(each)
                 ),
                 runs_user_code=isinstance(one, (frames.MapPartitions, frames.Map, frames.Apply)),
             )

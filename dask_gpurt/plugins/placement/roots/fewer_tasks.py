@@ -6,6 +6,7 @@ put together, the graph stays as it is: the very same object.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -37,6 +38,8 @@ from dask_gpurt.plugins.patches.graphs.transfer_tasks import (
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+
+logger = logging.getLogger("dask_gpurt")
 
 
 class FewerTasks:
@@ -84,7 +87,11 @@ class FewerTasks:
                 self._scheduler.loop.add_callback(self._swap.uninstall)
             return new
         if program.may_fuse and program.is_awaited and not program.annotations:
-            new = self._with_blockwise_groups(new, program)
+            try:
+                new = self._with_blockwise_groups(new, program)
+            except Exception:
+                # What follows has to be done: shuffles keep the tasks that the scheduler has.
+                logger.exception("the layers of a program could not be examined; they stay apart")
         return self._with_grouped_inputs(new, program)
 
     # ------------------------------------------------------------------ layers of frames
