@@ -35,9 +35,16 @@ class Histories(RuleBasedStateMachine):
         self.pins = []
 
     def took(self):
-        for move in self.residency.take_moves():
-            if not isinstance(move, Drop):
-                self.under_way.append(move)
+        self.begin(self.residency.take_moves())
+
+    def begin(self, moves):
+        for move in moves:
+            if isinstance(move, Drop):
+                continue
+            value = self.residency.values[move.key]
+            if isinstance(move, Put) and move.source == value.top_level:
+                assert not value.pins, "a running task needs it"
+            self.under_way.append(move)
 
     @rule(key=st.integers(0, 12), nbytes=st.integers(0, 60), use=st.none() | st.integers(0, 9))
     def insert(self, key, nbytes, use):
@@ -55,7 +62,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def due(self):
-        self.under_way += [m for m in self.residency.due() if not isinstance(m, Drop)]
+        self.begin(self.residency.due())
 
     @rule(keys=st.lists(st.integers(0, 12)))
     def ahead(self, keys):
@@ -131,8 +138,6 @@ class Histories(RuleBasedStateMachine):
         for value in self.residency.values.values():
             assert value.copies
             assert value.pins >= 0
-            if value.pins and value.in_memory and value.moving is None:
-                continue
         for claim in self.admission.running:
             if claim.is_ready:
                 for value in claim.values:
