@@ -33,7 +33,7 @@ SCHEMA_PATH = _HERE / "gpurt-schema.yaml"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PRELOAD = "dask_gpurt.preload"
 #: Most characters in a description of machines, as in `topology.description`.
-MAX_TEXT = 2**24
+MAX_DESCRIPTION = 2**24
 
 #: `gpurt.shuffle.in-flight: auto` is this share of the worker's memory limit.
 _IN_FLIGHT_SHARE = 0.05
@@ -222,9 +222,9 @@ class Settings:
             raise ConfigError("the settings in the message are of another version of dask_gpurt")
         file, text = plain["topology"]["file"], plain["topology"]["text"]
         for value in (file, text):
-            if value is not None and not (isinstance(value, str) and len(value) <= MAX_TEXT):
+            if value is not None and not (isinstance(value, str) and len(value) <= MAX_DESCRIPTION):
                 raise ConfigError(
-                    f"gpurt.topology.file is no text of at most {MAX_TEXT:,} characters"
+                    f"gpurt.topology.file is no text of at most {MAX_DESCRIPTION:,} characters"
                 )
 
         def get(key: str) -> Any:
@@ -424,6 +424,8 @@ def _text(key: str) -> tuple[str | None, str | None]:
         text = pathlib.Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:  # the last one if nobody has that home
         raise ConfigError(f"gpurt.{key} is {name!r}, which cannot be read: {error}") from None
-    if len(text) > MAX_TEXT:
-        raise ConfigError(f"gpurt.{key} is {name!r}, which is longer than {MAX_TEXT} characters")
+    if len(text) > MAX_DESCRIPTION:
+        raise ConfigError(
+            f"gpurt.{key} is {name!r}, which is longer than {MAX_DESCRIPTION} characters"
+        )
     return name, text

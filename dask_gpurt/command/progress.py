@@ -87,13 +87,13 @@ class Progress:
 
 
 def _line(now: CounterSnapshot, elapsed_s: float, width: int) -> str:
-    text = words(now, elapsed_s)
+    text = progress_text(now, elapsed_s)
     if len(text) + _BAR_WIDTH + 1 > width:
         return text[:width]
     return f"{_bar(now.tasks_done, now.tasks_total)} {text}"
 
 
-def words(now: CounterSnapshot, elapsed_s: float) -> str:
+def progress_text(now: CounterSnapshot, elapsed_s: float) -> str:
     """Return the line without its bar."""
     parts = [
         f"{now.tasks_done}/{now.tasks_total} tasks",

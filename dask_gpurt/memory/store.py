@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from dask_gpurt.memory.carrier import Carrier, NotRestoredError
 from dask_gpurt.memory.decisions.admission import Admission, Claim
 from dask_gpurt.memory.decisions.failed_reads import FailedRead, FailedReads
-from dask_gpurt.memory.decisions.levels import Level, Priority, Value
+from dask_gpurt.memory.decisions.levels import Level, TaskPriority, Value
 from dask_gpurt.memory.decisions.residency import Residency
 from dask_gpurt.memory.files.inherited import Inherited
 from dask_gpurt.memory.send_buffers import SendBuffers
@@ -160,7 +160,7 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         name: Hashable,
         keys: Collection[Hashable],
         output_nbytes: int,
-        priority: Priority,
+        priority: TaskPriority,
         on_ready: OnReady,
         top_level: int = HOST,
     ) -> tuple[Claim, bool]:

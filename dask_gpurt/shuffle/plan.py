@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dask_gpurt.frames.gather import gather_into
-from dask_gpurt.transport.wire import Runs
+from dask_gpurt.transport.wire import RowRuns
 
 #: Target size of a shard. Smaller shards are freed sooner, because a shard lives until its last
 #: partition was read. Larger ones cost less bookkeeping.
@@ -156,7 +156,7 @@ class RowsBySlot:
         cuts = cut_shards(before, self.row_nbytes, self.target_nbytes)
         return [(first + a, first + b) for a, b in cuts]
 
-    def origins(self, first: int, end: int) -> Runs | None:
+    def origins(self, first: int, end: int) -> RowRuns | None:
         """Return the runs of a shard's rows, with slots from its first one; None for one source."""
         if self.n_rows is None:
             return None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dask_gpurt.frames.adapter import Packed
 from dask_gpurt.shuffle.spill_file import Extent, SpillFile
-from dask_gpurt.transport.wire import Runs
+from dask_gpurt.transport.wire import RowRuns
 
 
 class Origins(NamedTuple):
@@ -84,7 +84,7 @@ class Shard:
     def end_slot(self) -> int:
         return self.first_slot + len(self.rows_per_slot)
 
-    def runs(self, *, in_one: bool = False) -> Runs:
+    def runs(self, *, in_one: bool = False) -> RowRuns:
         """Return slot, source and number of rows of each run of rows, in the order of the rows.
 
         Parameters

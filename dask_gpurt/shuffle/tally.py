@@ -31,7 +31,7 @@ MAX_SNAPSHOTS = 32_768
 #: Number of departed workers whose late messages still count. Older ones are folded into a sum.
 MAX_DEPARTED = 256
 #: Maximum length of a name or an address.
-MAX_TEXT = 256
+MAX_NAME = 256
 
 
 class _KeptRun:
@@ -194,7 +194,7 @@ def _checked_number(value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def _checked_text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
+    if not isinstance(value, str) or len(value) > MAX_NAME:
         raise ValueError("not a name")
     return value
 

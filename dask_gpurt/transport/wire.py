@@ -46,7 +46,7 @@ _ROWS = np.dtype("<u4")
 _ORIGIN_NBYTES = 3 * _ROWS.itemsize
 
 #: Slot, source and number of rows of runs of rows, in the order of the rows.
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+RowRuns = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 #: Number of lanes of a checksum; consecutive words go to consecutive lanes.
 _LANES = 128
@@ -133,7 +133,7 @@ class ShardHeader:
     def n_rows(self) -> int:
         return int(self.rows_per_slot.sum(dtype=np.int64))
 
-    def origins(self) -> Runs | None:
+    def origins(self) -> RowRuns | None:
         """Return slot, source and number of rows of each run of rows; None for a single source.
 
         Raises

@@ -308,7 +308,7 @@ def wait_for_some(futures, n_done):
 
 def scheduler_is_at_run(client, n_runs):
     async def begun(dask_scheduler):
-        while sum(dask_scheduler.plugins["gpurt"].planes.runs.values()) < n_runs:
+        while sum(dask_scheduler.plugins["gpurt"].data_plane_choice.runs.values()) < n_runs:
             await asyncio.sleep(0)
 
     client.run_on_scheduler(begun)

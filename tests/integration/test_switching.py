@@ -86,7 +86,10 @@ async def test_silent_worker_does_not_delay_enabling(c, s, a, b, monkeypatch):
     frames = [pd.DataFrame({"a": range(20)}), pd.DataFrame({"a": range(20, 40)})]
     shuffled = collection(frames).shuffle("a", npartitions=2).a.sum()
     assert await c.compute(shuffled) == sum(range(40))
-    assert (plugin.planes.runs["gpurt"], plugin.planes.runs["stock"]) == (0, 1)
+    assert (plugin.data_plane_choice.runs["gpurt"], plugin.data_plane_choice.runs["stock"]) == (
+        0,
+        1,
+    )
     assert (await dask_gpurt.status(c))["not_ready"].keys() == {b.address}
     comes_to.set()
     await async_poll_for(lambda: plugin.readiness.ready == {a.address, b.address}, timeout=60)
@@ -153,7 +156,11 @@ async def test_disable_moves_a_shuffle_awaiting_a_worker_to_dask(c, s, a, b):
     await async_poll_for(lambda: plugin.readiness._reported._waiters, timeout=60)
     await dask_gpurt.disable(c)
     assert await total == sum(range(40))
-    assert not plugin.planes.runs and not plugin.planes.fallbacks and not plugin.readiness.not_ready
+    assert (
+        not plugin.data_plane_choice.runs
+        and not plugin.data_plane_choice.fallbacks
+        and not plugin.readiness.not_ready
+    )
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)

@@ -128,7 +128,7 @@ def test_unusable_settings_are_refused(plain):
 
 
 def test_length_of_a_machine_description_is_bounded(monkeypatch, tmp_path):
-    monkeypatch.setattr(config, "MAX_TEXT", 10)
+    monkeypatch.setattr(config, "MAX_DESCRIPTION", 10)
     with pytest.raises(ConfigError, match=r"topology\.file"):
         config.Settings.from_plain(changed("topology.text", "#" * 11))
     path = tmp_path / "machines.yaml"
@@ -166,7 +166,7 @@ def state_of_plugin(plugin):
         plugin.settings,
         plugin.machines.topology,
         plugin.placement,
-        dict(plugin.planes._sketches),
+        dict(plugin.data_plane_choice._sketches),
         set(plugin.readiness.ready),
         dict(plugin.readiness.not_ready),
         plugin.scheduler.worker_plugins["gpurt"],
@@ -196,7 +196,7 @@ async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
     plugin = s.plugins["gpurt"]
     for number in range(300):
         assert await c.scheduler.gpurt_sketch(shuffle_id=f"none-{number}", rows=[1] * 99) is None
-    assert not plugin.planes._sketches
+    assert not plugin.data_plane_choice._sketches
     # The input of this shuffle waits, so the shuffle has not begun.
     from distributed import Event
 
@@ -222,12 +222,12 @@ async def test_sketch_of_an_unknown_shuffle_is_refused(c, s, a, b):
     for rows in ([1] * 4, [-1], [0.5], ["a"], "abc", {}, [2**60]):
         with pytest.raises(ProtocolError, match="rows is a"):
             await c.scheduler.gpurt_sketch(shuffle_id=shuffle_id, rows=rows)
-    assert not plugin.planes._sketches
+    assert not plugin.data_plane_choice._sketches
     assert await c.scheduler.gpurt_sketch(shuffle_id=shuffle_id, rows=[9, 1, 1]) is None
-    assert plugin.planes._sketches == {shuffle_id: [9, 1, 1]}
+    assert plugin.data_plane_choice._sketches == {shuffle_id: [9, 1, 1]}
     await event.set()
     assert await total == 2 * sum(range(20))
-    assert plugin.planes.runs["gpurt"] == 1
+    assert plugin.data_plane_choice.runs["gpurt"] == 1
 
 
 @gen_cluster(client=True, nthreads=[("", 1)], worker_kwargs={"memory_limit": "16 GiB"})

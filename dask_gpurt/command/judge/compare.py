@@ -107,7 +107,8 @@ def compare(
             pairs.problem, pairs.code = "interrupted", INTERRUPTED
     found = summary(script, pairs)
     print(to_json(found) if as_json else as_text(found, terminal_width()))
-    return pairs.code
+    is_changed = bool(found.get("output", {}).get("diff"))
+    return pairs.code or (_CHANGED if is_changed else 0)
 
 
 def _standard_input() -> bytes:
@@ -242,8 +243,6 @@ def summary(program: str, pairs: Pairs) -> dict[str, Any]:
     if not complete:
         return found
     output = _output(pairs)
-    if output.diff:
-        pairs.code = pairs.code or _CHANGED
     found |= {
         "stock": _side([a for a, _ in complete]),
         "enabled": _side([b for _, b in complete]),

@@ -61,8 +61,8 @@ class NotebookView:
             self._handle.update(LiveOutput(html, text))
 
     def _now(self, seen: Mapping[str, Any], elapsed_s: float) -> LiveOutput:
-        words = progress.words(self._snapshot(), elapsed_s)
-        return LiveOutput(progress_html.running(seen, words), words)
+        text = progress.progress_text(self._snapshot(), elapsed_s)
+        return LiveOutput(progress_html.running(seen, text), text)
 
 
 class TerminalView:

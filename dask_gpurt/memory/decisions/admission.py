@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
-from dask_gpurt.memory.decisions.levels import Priority, Value
+from dask_gpurt.memory.decisions.levels import TaskPriority, Value
 from dask_gpurt.memory.decisions.residency import Residency
 
 
@@ -41,7 +41,7 @@ class Claim:
     name: Hashable
     values: tuple[Value, ...]
     output_nbytes: int
-    priority: Priority
+    priority: TaskPriority
     top_level: int
     is_admitted: bool = False
     is_ready: bool = False
@@ -72,7 +72,7 @@ class Admission:
         name: Hashable,
         keys: Collection[Hashable],
         output_nbytes: int = 0,
-        priority: Priority = (),
+        priority: TaskPriority = (),
         top_level: int = 0,
     ) -> Claim:
         """Make a claim for a task that wants to begin.

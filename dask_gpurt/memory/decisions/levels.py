@@ -12,7 +12,7 @@ from dask_gpurt.memory.decisions.backoff import Backoff
 from dask_gpurt.memory.decisions.moves import Load, Put
 
 #: Dask's priorities: the smaller, the sooner.
-Priority = tuple[float, ...]
+TaskPriority = tuple[float, ...]
 
 
 @dataclass(eq=False, slots=True)

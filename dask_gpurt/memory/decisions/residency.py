@@ -18,7 +18,7 @@ from typing import Any
 
 from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
 from dask_gpurt.memory.decisions.eviction_policy import EvictionCandidate, EvictionPolicy
-from dask_gpurt.memory.decisions.levels import Level, Priority, Value
+from dask_gpurt.memory.decisions.levels import Level, TaskPriority, Value
 from dask_gpurt.memory.decisions.moves import Drop, Load, Move, Put
 
 #: Moves that may be in flight at once in each direction: few, so that decisions stay fresh.
@@ -55,7 +55,7 @@ class Residency:
         levels: Sequence[Level],
         chains: dict[int, tuple[int, ...]],
         policy: EvictionPolicy,
-        next_use: Callable[[Hashable], Priority | None] = lambda key: None,
+        next_use: Callable[[Hashable], TaskPriority | None] = lambda key: None,
     ) -> None:
         self.levels = list(levels)
         self.chains = chains
@@ -283,7 +283,7 @@ class Residency:
         *,
         mark: float = 1.0,
         keep: frozenset[Hashable] = frozenset(),
-        later_than: Priority | None = None,
+        later_than: TaskPriority | None = None,
     ) -> None:
         """Decide what to evict from a level so that `want_nbytes` more fit, as far as possible.
 

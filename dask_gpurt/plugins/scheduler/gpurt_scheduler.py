@@ -129,7 +129,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.is_active = False
         self.inactive_reason: str | None = self._why_unusable()
         self.readiness = Readiness(scheduler)
-        self.planes = DataPlaneChoice(scheduler, self.readiness)
+        self.data_plane_choice = DataPlaneChoice(scheduler, self.readiness)
         self._pace, self._polls = Pace(NEXT_USES_SHARE), Pace(POLLS_SHARE)
         self.placement: Placement | None = None
         self.collectives: ClusterCollectives | None = None
@@ -195,7 +195,7 @@ class GpurtScheduler(SchedulerPlugin):
         scheduler, ready, hooks = self.scheduler, self.readiness.ready, self._hooks
         gatherer = Gatherer(scheduler, self.status, ready, self.tally)
         methods: list[Handler] = [self.configure, self.counted, self.disable, self.explain]
-        methods += [self.next_uses, self.planes.sketch, self.topology, self.worker_ready]
+        methods += [self.next_uses, self.data_plane_choice.sketch, self.topology, self.worker_ready]
         self._handlers = weak_handlers(*methods, prefix="gpurt_")
         self._handlers["gpurt_overview"] = weak_handler(gatherer.fresh)
         scheduler.handlers.update(self._handlers)
@@ -389,7 +389,7 @@ class GpurtScheduler(SchedulerPlugin):
 
     def _choose(self, stock: p2p.ShuffleSpec[Any]) -> p2p.ShuffleSpec[Any]:
         keeps_shards = self._restarts.was_read_again(stock.id)
-        return self.planes.choose(stock, self.settings, keeps_shards=keeps_shards)
+        return self.data_plane_choice.choose(stock, self.settings, keeps_shards=keeps_shards)
 
     async def next_uses(self, keys: list[Any], worker: str) -> tuple[list[Any], float]:
         """Handler: return when values are needed next, for a worker that is short of memory.
@@ -425,7 +425,7 @@ class GpurtScheduler(SchedulerPlugin):
             "version": dask_gpurt.__version__,
             "host": socket.gethostname(),
             "strict": self.settings.strict,
-            **self.planes.report(),
+            **self.data_plane_choice.report(),
             "placement": None if self.placement is None else self.placement.summary(),
             **(NO_COLLECTIVES if self.collectives is None else self.collectives.report()),
             "topology": self.machines.summary(),

@@ -19,7 +19,7 @@ from dask_gpurt.tracing.nsight.nsys import copy_path
 logger = logging.getLogger("dask_gpurt")
 
 #: Numbers of kinds of activities.
-_COPY, _SET, _CONCURRENT_KERNEL, _PEER_COPY = 1, 2, 10, 22
+_COPY, _SET, _KERNEL, _CONCURRENT_KERNEL, _PEER_COPY = 1, 2, 3, 10, 22
 _KINDS = (_CONCURRENT_KERNEL, _COPY, _PEER_COPY, _SET)
 #: CUPTI fills one buffer after the other.
 _BUFFER_NBYTES = 8 << 20
@@ -41,17 +41,16 @@ def entry_of(activity: Any, later_s: float) -> LedgerEntry | None:
     if not activity.start or activity.end < activity.start:
         return None
     nbytes, way = 0, ""
-    match activity.kind:
-        case 3 | 10:
-            path = activity.name or "a kernel"
-        case 1 | 22:
-            # CUPTI counts kinds of memory from 1, and exports of nsys from 0.
-            path, way = copy_path(activity.copy_kind, activity.src_kind - 1, activity.dst_kind - 1)
-            nbytes = activity.bytes
-        case 2:
-            path, nbytes = "memset", activity.bytes
-        case _:
-            return None
+    if activity.kind in (_KERNEL, _CONCURRENT_KERNEL):
+        path = activity.name or "a kernel"
+    elif activity.kind in (_COPY, _PEER_COPY):
+        # CUPTI counts kinds of memory from 1, and exports of nsys from 0.
+        path, way = copy_path(activity.copy_kind, activity.src_kind - 1, activity.dst_kind - 1)
+        nbytes = activity.bytes
+    elif activity.kind == _SET:
+        path, nbytes = "memset", activity.bytes
+    else:
+        return None
     lane = f"GPU {activity.device_id} stream {activity.stream_id}"
     start_s, end_s = (time_ns / 1e9 + later_s for time_ns in (activity.start, activity.end))
     return LedgerEntry(lane, path, nbytes, start_s, end_s, way=way)
