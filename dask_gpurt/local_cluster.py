@@ -42,12 +42,14 @@ def temporary_security() -> Security:
     return found
 
 
-def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster:
+def start(
+    n_workers: int | None, threads_per_worker: int | None, memory_limit_nbytes: int | None = None
+) -> LocalCluster:
     """Start a cluster of processes that only accepts connections with its own certificate.
 
     Parameters
     ----------
-    n_workers, threads_per_worker
+    n_workers, threads_per_worker, memory_limit_nbytes
         None uses the default of `LocalCluster`: as much of the machine as this process may use.
 
     Raises
@@ -68,6 +70,7 @@ def start(n_workers: int | None, threads_per_worker: int | None) -> LocalCluster
         return LocalCluster(  # type: ignore[no-untyped-call]
             n_workers=n_workers,
             threads_per_worker=threads_per_worker,
+            memory_limit="auto" if memory_limit_nbytes is None else memory_limit_nbytes,
             processes=True,
             host="127.0.0.1",
             security=security,

@@ -53,6 +53,20 @@ class Positive(click.FloatRange):
         return number
 
 
+def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    from dask.utils import parse_bytes
+
+    if value is None:
+        return None
+    try:
+        nbytes = int(parse_bytes(value)) if value else 0
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise click.BadParameter(f"{value!r} is not a size such as '2 GiB'")
+    return nbytes
+
+
 class _Commands(click.Group):
     """Commands that print one line where their output cannot be written."""
 
@@ -157,6 +171,9 @@ def with_script(command: Callable[..., None]) -> Callable[..., None]:
         click.argument("script"),
         click.option(
             "-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module."
+        ),
+        click.option(
+            "--memory-limit", callback=_parse_size, metavar="SIZE", help="Memory of each worker."
         ),
         click.option(
             "--threads", type=click.IntRange(1), metavar="N", help="Threads of each worker."

@@ -41,6 +41,7 @@ from dask_gpurt.cli.group import (
 def run(
     n_workers: int | None,
     threads: int | None,
+    memory_limit: int | None,
     progress: bool | None,
     report: Path | None,
     strict: bool,
@@ -53,7 +54,8 @@ def run(
     """Run SCRIPT unchanged, with the runtime on. Options after SCRIPT belong to the script.
 
     A script that starts its own Dask client keeps it. For any other script, the first computation
-    starts a cluster on this machine. --n-workers, --threads and --nsys are for that cluster.
+    starts a cluster on this machine. --n-workers, --threads, --memory-limit and --nsys are for that
+    cluster.
     """
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
@@ -61,6 +63,7 @@ def run(
     options = Options(
         n_workers=n_workers,
         threads_per_worker=threads,
+        memory_limit_nbytes=memory_limit,
         progress=progress,
         report_path=report,
         strict=strict,
@@ -94,6 +97,7 @@ def compare(
     minutes: float,
     n_workers: int | None,
     threads: int | None,
+    memory_limit: int | None,
     as_json: bool,
     is_module: bool,
     script: str,
@@ -108,7 +112,7 @@ def compare(
     from dask_gpurt.command.judge.compare import compare as compare_sides
     from dask_gpurt.command.script import ScriptError
 
-    sizes = {"--n-workers": n_workers, "--threads": threads}
+    sizes = {"--n-workers": n_workers, "--threads": threads, "--memory-limit": memory_limit}
     with one_line(ScriptError):
         sys.exit(
             compare_sides(
@@ -130,6 +134,7 @@ def compare(
 def profile(
     n_workers: int | None,
     threads: int | None,
+    memory_limit: int | None,
     out: Path,
     keys: Any,
     nsys: Path | None,
@@ -145,7 +150,9 @@ def profile(
     from dask_gpurt.command.run import Options, run_script
     from dask_gpurt.command.script import ScriptError
 
-    options = Options(n_workers, threads, trace_path=out, trace_keys=keys, nsys_directory=nsys)
+    options = Options(
+        n_workers, threads, memory_limit, trace_path=out, trace_keys=keys, nsys_directory=nsys
+    )
     with one_line(ScriptError):
         sys.exit(run_script(script, list(args), is_module=is_module, options=options))
 

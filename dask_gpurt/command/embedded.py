@@ -61,6 +61,8 @@ class EmbeddedCluster:
         None uses the default of `LocalCluster`: as much of the machine as this process may use.
     nsys
         Path of nsys, and the folder for its reports, to start the workers under it.
+    memory_limit_nbytes
+        Memory of each worker. None uses the default of `LocalCluster`.
 
     Attributes
     ----------
@@ -80,6 +82,7 @@ class EmbeddedCluster:
         n_workers: int | None,
         threads_per_worker: int | None,
         nsys: tuple[str, Path] | None = None,
+        memory_limit_nbytes: int | None = None,
     ) -> None:
         import cloudpickle
 
@@ -100,7 +103,8 @@ class EmbeddedCluster:
             # The other process may be killed, so this one makes the folder and removes it.
             folder = tempfile.TemporaryDirectory(prefix="gpurt-nsys-")
             wrapped = (*nsys, Path(self._at_close.enter_context(folder)))
-        order = cloudpickle.dumps((settings, n_workers, threads_per_worker, wrapped))
+        size = n_workers, threads_per_worker, memory_limit_nbytes
+        order = cloudpickle.dumps((settings, size, wrapped))
         answer_fd, their_fd = map(_above_the_standard_ones, os.pipe())
         try:
             self._process = subprocess.Popen(
@@ -184,7 +188,7 @@ def serve(answer_fd: int) -> None:
     This is the main function of the other process.
     """
     os.set_inheritable(answer_fd, False)
-    settings, n_workers, threads_per_worker, nsys = pickle.load(sys.stdin.buffer)
+    settings, size, nsys = pickle.load(sys.stdin.buffer)
     dask.config.update(dask.config.config, settings, priority="new")
     if nsys is not None:
         nsys_wrapper.wrap_workers(*nsys)
@@ -194,7 +198,7 @@ def serve(answer_fd: int) -> None:
     told: dict[str, Any]
     with contextlib.ExitStack() as stack:
         try:
-            cluster = stack.enter_context(local_cluster.start(n_workers, threads_per_worker))
+            cluster = stack.enter_context(local_cluster.start(*size))
             # Send secrets only through the pipe: other users can read arguments and environments.
             told = {
                 "address": cluster.scheduler_address,

@@ -43,7 +43,7 @@ class Options:
 
     Attributes
     ----------
-    n_workers, threads_per_worker
+    n_workers, threads_per_worker, memory_limit_nbytes
         Size of the cluster for a script without one. None fits the machine.
     progress
         None shows progress only on a terminal.
@@ -58,6 +58,7 @@ class Options:
 
     n_workers: int | None = None
     threads_per_worker: int | None = None
+    memory_limit_nbytes: int | None = None
     progress: bool | None = None
     report_path: Path | None = None
     strict: bool = False
@@ -152,7 +153,9 @@ def _start_cluster(options: Options) -> EmbeddedCluster:
             _say(f"reports of Nsight Systems will be in {directory}")
         else:
             _say("nsys is not on PATH: workers run without Nsight Systems")
-    cluster = EmbeddedCluster(options.n_workers, options.threads_per_worker, nsys)
+    cluster = EmbeddedCluster(
+        options.n_workers, options.threads_per_worker, nsys, options.memory_limit_nbytes
+    )
     if cluster.dashboard is not None:
         _say(f"dashboard: {cluster.dashboard}")
     return cluster

@@ -122,6 +122,30 @@ with dask.config.set(scheduler="sync"):
     assert report["runs"] == {"gpurt": 1, "stock": 0}
 
 
+def test_workers_have_the_memory_that_was_asked_for(shell: Shell) -> None:
+    shell.write(
+        "script.py",
+        """
+import dask, distributed
+
+@dask.delayed
+def limit():
+    return distributed.get_worker().memory_manager.memory_limit
+
+print(limit().compute())
+""",
+    )
+    outcome, _ = shell.run("--n-workers", "1", "--memory-limit", "700 MiB", "script.py")
+    assert (outcome.code, outcome.out) == (0, f"{700 << 20}\n"), outcome.err
+
+
+@pytest.mark.parametrize("size", ["much", "0", "-1 GiB", ""])
+def test_a_wrong_memory_limit_is_one_clear_error(shell: Shell, size: str) -> None:
+    outcome = shell.gpurt("run", "--memory-limit", size, "script.py")
+    assert outcome.code == 2
+    assert f"{size!r} is not a size such as '2 GiB'" in outcome.err
+
+
 def test_threads_that_outlive_the_script_finish(shell: Shell) -> None:
     """The interpreter waits for these threads, so the cluster has to stay up for them."""
     for name in ("begun", "over"):

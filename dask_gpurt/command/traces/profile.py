@@ -94,5 +94,7 @@ class TracingRecorder(Recorder):
         if (n := len(self._records)) > 1:
             lines.append(f"The script used {n} clusters; the first was traced.")
         lines.append(f"Trace: {self._path}. Open it at ui.perfetto.dev.")
-        lines.append(f"Time on other machines: dask gpurt predict {shlex.quote(str(self._path))}")
+        if trace.tasks:
+            name = shlex.quote(str(self._path))
+            lines.append(f"Time on other machines: dask gpurt predict {name}")
         return "\n".join(lines)
