@@ -148,6 +148,8 @@ class Recorder:
         Whether to ask what clusters spent on which the runtime is off.
     """
 
+    #: Whether `closing_text` ends with a verdict.
+    has_verdict = False
     #: Longest wait for the last reading of a client, from another thread than its loop's.
     last_timeout_s = 2 * READ_TIMEOUT_S
 

@@ -126,13 +126,14 @@ class _Session:
                 run_report.write(report, self._report_path)
             except OSError as error:
                 report["notes"].append(f"the report was not written: {error}")
+        more = self._recorder.closing_text()
         # The script may have closed or replaced stderr.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            text = run_report.as_text(report, terminal_width(sys.stderr))
-            print(text, file=sys.stderr, flush=True)
-        if more := self._recorder.closing_text():
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                print(f"\n{more}", file=sys.stderr, flush=True)
+            # A trace knows more than counters, and its verdict may be another one.
+            text = run_report.as_text(
+                report, terminal_width(sys.stderr), with_verdict=not self._recorder.has_verdict
+            )
+            print(f"{text}\n\n{more}" if more else text, file=sys.stderr, flush=True)
 
 
 def _recorder(options: Options, on_first: Callable[[], None], with_tasks: bool) -> observe.Recorder:

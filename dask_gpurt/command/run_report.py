@@ -58,7 +58,7 @@ def write(report: dict[str, Any], path: Path) -> None:
     path.write_text(to_json(report) + "\n", encoding="utf-8")
 
 
-def as_text(report: dict[str, Any], width: int | None = None) -> str:
+def as_text(report: dict[str, Any], width: int | None = None, *, with_verdict: bool = True) -> str:
     """Return the report as text for a terminal; its verdict wrapped at `width` if given."""
     seconds = f"dask gpurt: {report['wall_s']:.1f} s"
     lines = []
@@ -67,7 +67,7 @@ def as_text(report: dict[str, Any], width: int | None = None) -> str:
     else:
         lines += [seconds, *(f"  {name:<21}  {value}" for name, value in rows(report))]
     lines += [f"  {line}" for line in problems(report)]
-    if report["clusters"]:
+    if report["clusters"] and with_verdict:
         lines += verdict.as_lines(report["verdict"]["text"], width)
     return "\n".join(lines)
 

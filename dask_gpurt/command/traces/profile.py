@@ -90,6 +90,7 @@ class TracingRecorder(Recorder):
             trace = files.read(self._path)
         except OSError as error:
             return f"no trace is written: {error}"
+        self.has_verdict = True
         lines = [as_text(report_of(trace), terminal_width(sys.stderr)), ""]
         if (n := len(self._records)) > 1:
             lines.append(f"The script used {n} clusters; the first was traced.")
