@@ -10,6 +10,7 @@ import xml.etree.ElementTree
 
 import pytest
 
+from dask_gpurt import metrics
 from dask_gpurt.cli import gpurt
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -180,6 +181,12 @@ def test_logged_warnings_and_errors_are_explained():
         # The page has capitals where values differ, and may leave out the end of a line.
         part = max(re.split(r"%\w|;", text.split(". ")[0]), key=len).strip(" ,:()'")
         assert part in lines, f"{where} logs {text!r}"
+
+
+@pytest.mark.parametrize(("name", "meaning"), metrics.MEANING.items())
+def test_each_counter_is_on_its_page(name, meaning):
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {meaning} |" in page
 
 
 def test_decisions_are_numbered_without_gaps_and_listed():
