@@ -130,7 +130,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
         IMPURE,
     ),
     "local_cluster": ({"errors", "plugins"}, DASK, {"logging"}),
-    "preload": ({"errors", "plugins"}, {"dask"}, {"logging"}),
+    "preload": ({"config", "errors", "plugins"}, {"dask"}, {"logging"}),
     "quiet": (set(), set(), {"logging"}),
     "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
     "command": (
