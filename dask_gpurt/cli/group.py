@@ -54,17 +54,12 @@ class Positive(click.FloatRange):
 
 
 def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from dask.utils import parse_bytes
+    from dask_gpurt.command.embedded import size_nbytes
 
-    if value is None:
-        return None
     try:
-        nbytes = int(parse_bytes(value)) if value else 0
-    except (ValueError, OverflowError):
-        nbytes = 0
-    if nbytes <= 0:
-        raise click.BadParameter(f"{value!r} is not a size such as '2 GiB'")
-    return nbytes
+        return None if value is None else size_nbytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 class _Commands(click.Group):
