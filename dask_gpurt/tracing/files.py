@@ -135,9 +135,10 @@ def read(path: str | os.PathLike[str]) -> Trace:
         There is no such file, it is damaged, or another program wrote it.
     """
     path = Path(path)
+    # Of a file that is not there, its ending is not what matters.
+    ending = _ending(path) if path.exists() else ""
     try:
         with open(path, "rb") as file:
-            ending = _ending(path)
             if ending in _PERFETTO:
                 return packet_reader.read(file)
             content = gzip.GzipFile(fileobj=file) if ending == ".json.gz" else file

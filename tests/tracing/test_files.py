@@ -119,9 +119,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_an_unknown_ending_is_refused(tmp_path):
+    path = tmp_path / "trace.csv"
+    with pytest.raises(TraceFileError, match="cannot read .*trace.csv: No such file"):
+        read(path)
+    path.touch()
     for act in (lambda path: write(Trace([]), path), read):
         with pytest.raises(TraceFileError, match=r"trace\.csv names no format.*\.json\.gz"):
-            act(tmp_path / "trace.csv")
+            act(path)
 
 
 def test_a_missing_package_names_the_other_format(tmp_path, monkeypatch):
