@@ -13,8 +13,9 @@ from typing import Any
 
 import dask.config
 
+#: What was logged. A scheduler and a client in one process would log the same twice.
 _said: set[str] = set()
-
+_UNKNOWN = "unknown settings"
 
 #: Settings and sections of settings. A test compares them with the defaults.
 KNOWN = {
@@ -38,7 +39,8 @@ def _flag_is_set() -> bool:
 def _warn_of_unknown() -> None:
     """Name misspelt settings: one of them may be meant for the flag."""
     given = dask.config.get("gpurt", None)
-    if isinstance(given, dict) and not given.keys() <= KNOWN:
+    if isinstance(given, dict) and not given.keys() <= KNOWN and _UNKNOWN not in _said:
+        _said.add(_UNKNOWN)
         from dask_gpurt import config
 
         config.warn_of_unknown()
@@ -65,7 +67,6 @@ async def dask_setup(node: Any) -> None:
 
         if not isinstance(error, (ConfigError, ImportError)):
             raise
-        # A scheduler and a client in one process would log the same error twice.
         if str(error) not in _said:
             _said.add(str(error))
             logging.getLogger("dask_gpurt").error("dask_gpurt is not active: %s", error)
