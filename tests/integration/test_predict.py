@@ -21,9 +21,11 @@ from tests.integration.traced import N_PARTS, shuffled
 
 TWO = [("127.0.0.1", 1)] * 2
 LIMITED = {"memory_limit": "2GB"}
+#: The process has the memory of all tests before, which may be more than the limit.
+CONFIG = {"gpurt.enabled": True, "distributed.worker.memory.pause": False}
 
 
-@gen_cluster(client=True, nthreads=TWO, worker_kwargs=LIMITED, config={"gpurt.enabled": True})
+@gen_cluster(client=True, nthreads=TWO, worker_kwargs=LIMITED, config=CONFIG)
 async def test_a_shuffle_and_a_later_graph_are_found_and_run(c, s, a, b):
     with dask.config.set({"dataframe.shuffle.method": "p2p"}):
         lengths = shuffled().map_partitions(len)

@@ -264,7 +264,7 @@ async def test_wrong_calls_of_a_worker_change_nothing(c, s, a):
 async def test_invalid_path_offers_are_refused(s, a, offers):
     links = Links(a, 0)
     try:
-        with pytest.raises(ProtocolError, match="an offer of a path"):
+        with pytest.raises(ProtocolError, match="an offer must name"):
             await links.accept(offers)
     finally:
         await links.disconnect()
