@@ -55,17 +55,23 @@ def switch(get: Get, key: str, allowed: Sequence[str]) -> Any:
 _TOO_MANY_NBYTES = 1 << 63
 
 
+def parsed_nbytes(value: Any) -> int:
+    """Return the bytes of a number, or of a text such as `2 GiB`; 0 if it is neither."""
+    # `parse_bytes` accepts the empty string and True as one byte.
+    if isinstance(value, bool) or value == "":
+        return 0
+    try:
+        return int(parse_bytes(value))
+    except (ValueError, TypeError, AttributeError, OverflowError):
+        return 0
+
+
 def nbytes(get: Get, key: str) -> int:
     value = get(key)
-    try:
-        # `parse_bytes` accepts the empty string and True as one byte.
-        blank = isinstance(value, bool) or value == ""
-        found = 0 if blank else parse_bytes(value)
-    except (ValueError, TypeError, AttributeError, OverflowError):
-        found = 0
+    found = parsed_nbytes(value)
     if not 0 < found < _TOO_MANY_NBYTES:
         raise ConfigError(f"gpurt.{key} is {value!r}; it may be a size such as '16 MiB'")
-    return int(found)
+    return found
 
 
 def auto_or_nbytes(get: Get, key: str) -> int | Literal["auto"]:

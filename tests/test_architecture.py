@@ -132,7 +132,7 @@ RULES: dict[str, tuple[set[str], set[str], set[str]]] = {
     "local_cluster": ({"errors", "plugins"}, DASK, {"logging"}),
     "preload": ({"config", "errors", "plugins"}, {"dask"}, {"logging"}),
     "quiet": (set(), set(), {"logging"}),
-    "cli": ({"", "command", "demo", "errors"}, {"click"}, IMPURE),
+    "cli": ({"", "command", "demo", "errors", "setting_values"}, {"click"}, IMPURE),
     "command": (
         {
             "",

@@ -54,12 +54,13 @@ class Positive(click.FloatRange):
 
 
 def _parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    from dask_gpurt.command.embedded import size_nbytes
+    from dask_gpurt.setting_values import parsed_nbytes
 
-    try:
-        return None if value is None else size_nbytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+    if value is None:
+        return None
+    if (nbytes := parsed_nbytes(value)) <= 0:
+        raise click.BadParameter(f"{value!r} is not a size such as '2 GiB'")
+    return nbytes
 
 
 class _Commands(click.Group):

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from dask.utils import parse_bytes
 
 from dask_gpurt import local_cluster
 from dask_gpurt.command.traces import nsys_wrapper
@@ -51,22 +50,6 @@ _PROGRAM = (
 
 class EmbeddedClusterError(GpurtError, RuntimeError):
     """The cluster for a script did not start."""
-
-
-def size_nbytes(text: str) -> int:
-    """Return the bytes that a text such as `2 GiB` names.
-
-    Raises
-    ------
-    ValueError
-        It names none, or none above zero.
-    """
-    nbytes = 0
-    with contextlib.suppress(ValueError, OverflowError):
-        nbytes = int(parse_bytes(text)) if text else 0
-    if nbytes <= 0:
-        raise ValueError(f"{text!r} is not a size such as '2 GiB'")
-    return nbytes
 
 
 class EmbeddedCluster:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-from contextlib import ExitStack
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -134,7 +133,7 @@ class GpurtScheduler(SchedulerPlugin):
         self.placement: Placement | None = None
         self.collectives: ClusterCollectives | None = None
         self._handlers: dict[str, Handler] = {}
-        self._hooks, self._hooks_for_workers = ExitStack(), ExitStack()
+        self._hooks, self._hooks_for_workers = contextlib.ExitStack(), contextlib.ExitStack()
         self.tally = CounterReceiver.at(scheduler)
         self.machines = Machines(scheduler, self.readiness.ready)
         await self._answer_clients()

@@ -90,7 +90,7 @@ class FewerTasks:
             try:
                 new = self._with_blockwise_groups(new, program)
             except Exception:
-                # What follows has to be done: shuffles keep the tasks that the scheduler has.
+                # The rest goes on, or shuffles would lose the tasks that the scheduler has.
                 logger.exception("the layers of a program could not be examined; they stay apart")
         return self._with_grouped_inputs(new, program)
 
