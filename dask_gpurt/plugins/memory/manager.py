@@ -122,32 +122,43 @@ class ManagedMemory:
         )
         self._writes = Lane("write", 1, runtime.ledger)
         self._reads = Lane("read", 2, runtime.ledger)
-        for lane in (self._writes, self._reads):
-            # Moves that were decided must not fail later, when the process may be out of threads.
-            lane.start()
-        self._levels = StoreLevels(
-            worker,
-            settings,
-            self._stock,
-            self._target_nbytes,
-            lambda *moved: self.store.on_io(*moved),
-        )
-        self._device = self._levels.device
-        self.store = self._new_store(settings)
-        self._task_order = TaskOrder(worker, self.store.is_spilled)
-        self.store.adopt(*worker_memory.take_over(self._stock), level=self._levels.inherited_level)
-        self._data_server = DataServer(worker, self.store, self._reads, self._digest)
-        self._swap = worker_memory.StoreSwap(
-            worker,
-            self.store,
-            execute=self._execute,
-            get_data=self._data_server.get_data,
-            asks_for_client=lambda key: self._on_loop(partial(self._may_wait, key)),
-            monitor=self._monitor,
-        )
+        self._take_over(settings)
         self._poller: asyncio.Task[None] | None = None
         if not worker_memory.is_monitored(worker):
             self._poller = asyncio.create_task(self._poll(), name="gpurt-memory-monitor")
+
+    def _take_over(self, settings: MemorySettings) -> None:
+        """Give the worker a store of ours. If this fails, its own store has all values again."""
+        with contextlib.ExitStack() as undo:
+            for lane in (self._writes, self._reads):
+                undo.callback(lane.close)
+                # Moves that were decided must not fail later, when no thread may be left.
+                lane.start()
+            self._levels = StoreLevels(
+                self._worker,
+                settings,
+                self._stock,
+                self._target_nbytes,
+                lambda *moved: self.store.on_io(*moved),
+            )
+            self._device = self._levels.device
+            self.store = self._new_store(settings)
+            self._task_order = TaskOrder(self._worker, self.store.is_spilled)
+            undo.callback(self._task_order.uninstall)
+            self._data_server = DataServer(self._worker, self.store, self._reads, self._digest)
+            objects, spilled = worker_memory.take_over(self._stock)
+            undo.callback(self._stock.update, objects)
+            undo.callback(self.store.close)
+            self.store.adopt(objects, spilled, level=self._levels.inherited_level)
+            self._swap = worker_memory.StoreSwap(
+                self._worker,
+                self.store,
+                execute=self._execute,
+                get_data=self._data_server.get_data,
+                asks_for_client=lambda key: self._on_loop(partial(self._may_wait, key)),
+                monitor=self._monitor,
+            )
+            undo.pop_all()
 
     def _new_store(self, settings: MemorySettings) -> TieredStore:
         levels = self._levels
