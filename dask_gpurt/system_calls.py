@@ -26,7 +26,13 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "ppc64le": 360, "s390x": 350, "r
 _CACHESTAT = 451
 _PAGES_UNDER_WRITEBACK = 2
 #: Fields of `/proc/self/status` with resident bytes.
-_RESIDENT = {"all": "VmRSS", "anonymous": "RssAnon", "files": "RssFile", "shared": "RssShmem"}
+_RESIDENT = {
+    "all": "VmRSS",
+    "anonymous": "RssAnon",
+    "files": "RssFile",
+    "shared": "RssShmem",
+    "peak": "VmHWM",
+}
 #: Most bytes of one call. macOS refuses 2 GiB, where Linux reads or writes a part.
 _MOST_NBYTES = 1 << 30
 
@@ -187,7 +193,8 @@ def writeback_nbytes(fd: int) -> int:
 def resident_nbytes() -> dict[str, int]:
     """Return the resident bytes of this process: `all`, `anonymous`, `files` and `shared`.
 
-    Without Linux's `/proc`, all but `all` are 0, and `all` is the most so far.
+    `peak` is the most that `all` has been since the program of this process started. Without
+    Linux's `/proc`, `all` is that peak too, and its parts are 0.
     """
     found = dict.fromkeys(_RESIDENT, 0)
     try:
@@ -199,7 +206,7 @@ def resident_nbytes() -> dict[str, int]:
         import resource  # as `fcntl` above
 
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found["all"] = most if sys.platform == "darwin" else 1024 * most
+        found["all"] = found["peak"] = most if sys.platform == "darwin" else 1024 * most
     return found
 
 

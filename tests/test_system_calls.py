@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from dask_gpurt import system_calls
@@ -123,6 +124,18 @@ def test_sleeping_thread_is_woken(missing):
 def test_resident_bytes_have_parts() -> None:
     found = system_calls.resident_nbytes()
     assert found["all"] == sum(found[part] for part in ("anonymous", "files", "shared")) > 1 << 20
+
+
+def test_the_peak_stays_when_memory_is_freed():
+    before = system_calls.resident_nbytes()
+    nbytes = before["peak"] - before["all"] + (64 << 20)
+    block = np.ones(nbytes, np.uint8)
+    held = system_calls.resident_nbytes()
+    del block
+    after = system_calls.resident_nbytes()
+    # The kernel rounds its counters by some pages.
+    assert min(held["peak"], after["peak"]) > before["peak"] + (32 << 20)
+    assert after["all"] < held["all"] - (32 << 20)
 
 
 def test_the_allocator_knows_what_is_used_and_what_is_free() -> None:

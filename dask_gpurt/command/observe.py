@@ -314,8 +314,7 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         spent += record.spent - before.spent
         shuffles += [one for key, one in record.shuffles.items() if key not in before.shuffles]
         for worker, load in record.loads.items():
-            task_s = before.loads.get(worker, {"task_s": 0.0})["task_s"]
-            loads[worker] = {**load, "task_s": load["task_s"] - task_s}
+            loads[worker] = _load_since(load, before.loads.get(worker))
         runs += record.runs - before.runs
         fallbacks += record.fallbacks - before.fallbacks
         not_ready |= record.not_ready
@@ -343,6 +342,19 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         n_threads=sum(record.n_threads for record, _ in pairs),
         shuffles=shuffles,
     )
+
+
+def _load_since(load: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the load of a worker without what it did before."""
+    if before is None:
+        return load
+    # A process that once took more does not tell how much it takes now.
+    is_new = load["peak_nbytes"] > before["peak_nbytes"]
+    return {
+        **load,
+        "task_s": load["task_s"] - before["task_s"],
+        "peak_nbytes": load["peak_nbytes"] if is_new else None,
+    }
 
 
 def scheduler_address(client: Client) -> str:

@@ -77,12 +77,24 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     runs = report["runs"]
     # Shuffles of stock Dask move bytes, too, which nobody counts.
     by = " by dask_gpurt" if runs["stock"] else ""
+    peak_nbytes = most_memory_nbytes(report)
     return [
         ("moved between workers", format_bytes(report["sent_nbytes"]) + by),
         ("stayed on its worker", format_bytes(report["local_nbytes"]) + by),
         ("spilled to disk", format_bytes(report["spilled_nbytes"])),
         ("shuffles", f"{runs['gpurt']} with dask_gpurt, {runs['stock']} with stock Dask"),
+        *([("peak process memory", format_bytes(peak_nbytes))] if peak_nbytes else []),
     ]
+
+
+def most_memory_nbytes(report: Mapping[str, Any]) -> int | None:
+    """Return the most memory that the process of a worker took; None if that is not known.
+
+    A worker that ended before the program did is not counted.
+    """
+    peaks: list[int | None] = [one["peak_nbytes"] for one in report["workers"].values()]
+    known = [one for one in peaks if one is not None]
+    return max(known) if known and len(known) == len(peaks) else None
 
 
 def problems(report: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dask.system import CPU_COUNT
 
 from dask_gpurt.metrics import SPENT
+from dask_gpurt.system_calls import resident_nbytes
 
 if TYPE_CHECKING:
     from distributed import Client, Scheduler, Worker
@@ -65,8 +66,9 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
     -------
     dict
         `load`, with the seconds of tasks (`task_s`), `threads`, the processors that the host lets
-        this process use (`cores`), and the `untold` part of `SPENT`, in its order, which the next
-        heartbeat will tell the scheduler.
+        this process use (`cores`), the most memory that the process ever had (`peak_nbytes`), and
+        the `untold` part of `SPENT`, in its order, which the next heartbeat will tell the
+        scheduler.
     """
     untold = spent(dask_worker.digests_total_since_heartbeat).values()
     return {
@@ -74,6 +76,7 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
             "threads": dask_worker.state.nthreads,
             "cores": CPU_COUNT,
             "task_s": spent(dask_worker.digests_total)["task_s"],
+            "peak_nbytes": resident_nbytes()["peak"],
             # An integer 0 takes a byte, a float nine; 1,000 workers report.
             "untold": [seconds or 0 for seconds in untold],
         }

@@ -46,12 +46,31 @@ def test_departed_workers_still_count() -> None:
 def test_threads_of_departed_workers_do_not_count() -> None:
     record = ClusterRecord("tcp://s")
     figures = {"spent": {}, "shuffles": []}
-    load = {"load": {"threads": 2, "cores": 4, "task_s": 1.0}}
+    load = {"load": {"threads": 2, "cores": 4, "task_s": 1.0, "peak_nbytes": 1}}
     record.absorb({**status(1), **figures, "workers": {"tcp://a:1": load, "tcp://a:2": load}})
     record.absorb({**status(1), **figures, "workers": {"tcp://a:3": load}})
     found = observe.summed([(record, ClusterRecord("tcp://s"))])
     assert len(found.loads) == 3
     assert found.n_threads == 4
+
+
+def test_the_peak_of_earlier_work_is_not_that_of_a_program() -> None:
+    def read(*peaks_nbytes: int) -> ClusterRecord:
+        loads = [{"threads": 1, "cores": 4, "task_s": 1.0, "peak_nbytes": n} for n in peaks_nbytes]
+        workers = {f"tcp://a:{number}": {"load": load} for number, load in enumerate(loads)}
+        record = ClusterRecord("tcp://s")
+        record.absorb({**status(1), "spent": {}, "shuffles": [], "workers": workers})
+        return record
+
+    def most_nbytes(before: ClusterRecord, after: ClusterRecord) -> int | None:
+        loads = observe.summed([(after, before)]).loads
+        return run_report.most_memory_nbytes({"workers": loads})
+
+    assert most_nbytes(read(10, 20), read(30, 40)) == 40
+    assert most_nbytes(read(), read(30, 20)) == 30
+    # The second worker may have taken up to 20 bytes, or fewer.
+    assert most_nbytes(read(10, 20), read(11, 20)) is None
+    assert most_nbytes(read(), read()) is None
 
 
 def test_counters_of_an_earlier_activation_still_count() -> None:

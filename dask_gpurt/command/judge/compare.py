@@ -30,6 +30,7 @@ from dask_gpurt.command.judge import verdict
 from dask_gpurt.command.judge.outputs import Difference, difference
 from dask_gpurt.command.judge.turns import Program, Turn
 from dask_gpurt.command.layout import table, terminal_width, wrapped
+from dask_gpurt.command.run_report import most_memory_nbytes
 from dask_gpurt.command.script import INTERRUPTED, find_module, find_script
 from dask_gpurt.tracing.amounts import count_text
 
@@ -286,6 +287,7 @@ def _side(turns: Sequence[Turn]) -> dict[str, Any]:
         "least_s": seconds[0],
         "most_s": seconds[-1],
         "spent": typical["spent"],
+        "peak_nbytes": most_memory_nbytes(typical),
         "runs": typical["runs"],
         "verdict": typical["verdict"],
         "clusters": len(typical["clusters"]),
@@ -342,6 +344,9 @@ def _times(found: dict[str, Any], width: int | None) -> list[str]:
             rows.append(
                 [text, *(format_bytes(int(n)) if is_size else f"{n:.1f} s" for n in amounts)]
             )
+    peaks = [side["peak_nbytes"] for side in sides]
+    if all(peaks):
+        rows.append(["peak process memory", *map(format_bytes, peaks)])
     return table(["", _STOCK, _ENABLED], rows, width)
 
 

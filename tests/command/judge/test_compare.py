@@ -61,6 +61,8 @@ def test_a_shuffle_is_compared_on_both_sides(shell: Shell) -> None:
     for side in (stock, enabled):
         assert side["spent"]["task_s"] > 0
         assert side["spent"]["moved_nbytes"] > 0
+        # A worker has imported pandas.
+        assert 64 << 20 < side["peak_nbytes"] < 4 << 30
     assert found["expects_gain"]
     assert enabled["verdict"]["text"]
     assert "pair 1 of 1: stock Dask: " in outcome.err
@@ -85,6 +87,7 @@ def test_text_has_the_ratio_and_its_spread(shell: Shell) -> None:
     assert " over 2 pairs)" in outcome.out
     assert "output: equal but for times, addresses and the like" in outcome.out
     assert "shuffles: 1 with dask_gpurt, 0 left to stock Dask" in outcome.out
+    assert "  peak process memory " in outcome.out
 
 
 @only_if_all
