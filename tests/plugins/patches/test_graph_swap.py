@@ -16,6 +16,7 @@ from dask._expr import HLGExpr, HLGFinalizeCompute, _HLGExprSequence
 from dask._task_spec import Task
 from dask.array.optimization import optimize
 from distributed import Client, Scheduler, wait
+from distributed.client import FutureCancelledError
 from distributed.utils_test import gen_cluster
 
 from dask_gpurt.plugins.patches.graphs import graph_swap
@@ -228,6 +229,19 @@ async def test_an_error_leaves_tasks_as_they_are(c, s, a):
     swap = GraphSwap(s, tasks=seen)
     assert await c.compute(sums()[0]) == 66
     assert len(seen.calls) == 1
+    swap.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_a_graph_is_handled_once_it_is_taken_or_refused(c, s, a):
+    seen = []
+    swap = GraphSwap(s, handled=lambda keys: seen.extend((key, key in s.tasks) for key in keys))
+    taken = c.submit(int, 1, key="taken")
+    assert await taken == 1
+    await taken.cancel()
+    with pytest.raises(FutureCancelledError):
+        await c.submit(int, taken, key="refused")
+    assert seen == [("taken", True), ("refused", False)]
     swap.uninstall()
 
 

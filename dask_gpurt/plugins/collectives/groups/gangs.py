@@ -27,6 +27,7 @@ from dask_gpurt.collectives.choice import LinkCosts
 from dask_gpurt.errors import ProtocolError
 from dask_gpurt.plugins import request_checks
 from dask_gpurt.plugins.collectives.groups.group_messages import LEAST_RATE, LEFT, GroupFailure
+from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
 from dask_gpurt.plugins.patches.task_placement import fail_task, may_run_anywhere
 from dask_gpurt.plugins.patches.worker_messages import WorkerMessages
 from dask_gpurt.plugins.weak_handlers import remove_handlers, weak_handlers
@@ -127,6 +128,8 @@ class Gangs(SchedulerPlugin):
         self._past: OrderedDict[str, GroupFailure] = OrderedDict()
         self._of_key: dict[Any, tuple[Gang, int]] = {}
         self._telling: set[asyncio.Future[Any]] = set()
+        #: Tells of graphs that were refused, while there are gangs.
+        self._graphs: GraphSwap | None = None
         self._operations: Counter[str] = Counter()
         self._algorithms: Counter[str] = Counter()
         self._nbytes, self._seconds = 0, 0.0
@@ -362,6 +365,7 @@ class Gangs(SchedulerPlugin):
     def _add(self, gang: Gang) -> None:
         if not self._gangs:
             self._scheduler.add_plugin(self, name=self.name)
+            self._graphs = GraphSwap(self._scheduler, handled=self._graph_handled)
         self._gangs[gang.name] = gang
         for rank in range(len(gang.workers)):
             self._of_key[rank_key(gang.name, rank)] = gang, rank
@@ -379,6 +383,8 @@ class Gangs(SchedulerPlugin):
         if gang.name in self._scheduler.extensions["multi_locks"].requests:
             self._scheduler.handlers["multi_lock_release"](id=gang.name)
         if not self._gangs:
+            assert self._graphs is not None
+            self._graphs.uninstall()
             self._scheduler.remove_plugin(self.name)
 
     def _loosen(self, gang: Gang, rank: int) -> TaskState | None:
@@ -414,6 +420,19 @@ class Gangs(SchedulerPlugin):
             logger.info("%s was not told that its group has ended: %s", address, error)
 
     # ------------------------------------------------------------------ events of the scheduler
+
+    def _graph_handled(self, keys: Collection[Any]) -> None:
+        """Note the ranks whose graph the scheduler refused: no task of theirs will ever end."""
+        for key in keys:
+            if key not in self._of_key or key in self._scheduler.tasks:
+                continue
+            gang, rank = self._of_key[key]
+            gang.done.add(rank)
+            text = (
+                f"rank {rank} at {gang.workers[rank]} cannot begin: one of its inputs was cancelled"
+                " or lost, or cannot be loaded on the scheduler"
+            )
+            self._fail(gang, GroupFailure("gang", text))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Note the end of a rank's task. distributed calls this."""

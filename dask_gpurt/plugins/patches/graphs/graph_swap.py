@@ -177,6 +177,9 @@ class _Handler:
                 await self.stock(**message)
             finally:
                 _arriving.reset(token)
+                for swap in tuple(self.swaps):
+                    if swap.handled is not None:
+                        swap.handled(program.wanted)
 
 
 class GraphSwap:
@@ -188,6 +191,8 @@ class GraphSwap:
         Changes layers of collections before they are optimised.
     tasks
         Changes tasks before the scheduler has them.
+    handled
+        Called with the wanted keys once the scheduler has their tasks, or has refused the graph.
     """
 
     def __init__(
@@ -195,8 +200,9 @@ class GraphSwap:
         scheduler: Scheduler,
         layers: Rewrite | None = None,
         tasks: TaskRewrite | None = None,
+        handled: Callable[[frozenset[Any]], None] | None = None,
     ) -> None:
-        self.layers, self.tasks = layers, tasks
+        self.layers, self.tasks, self.handled = layers, tasks, handled
         self._handlers: dict[str, Any] = scheduler.stream_handlers
         stock = self._handlers["update-graph"]
         owner = getattr(stock, "__self__", None)
