@@ -1,6 +1,7 @@
 """Shuffles give the right result if a worker takes long to close in their middle.
 
-Such a worker has closed its runs, but still answers until the scheduler notices.
+Such a worker has closed its runs, but still answers until the scheduler notices. At the end it
+cannot ask the scheduler any more, because it has closed its own connections.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import dask
 import pytest
 from distributed import Status
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.protocol.pickle import loads
+from distributed.shuffle._exceptions import ShuffleClosedError
 
 from tests.failure import gates
 from tests.failure.gates import Gate, pass_gate, until
@@ -48,14 +51,30 @@ def _linger(worker: Any, path: str) -> None:
     worker.plugins["lingers"] = Lingers(path)
 
 
+def _linger_without_connections(worker: Any, path: str) -> None:
+    close = worker.rpc.close
+
+    async def close_and_linger() -> None:
+        await close()
+        await asyncio.to_thread(pass_gate, path)
+
+    worker.rpc.close = close_and_linger
+
+
+@pytest.fixture(params=[_linger, _linger_without_connections])
+def delay(request: Any) -> Any:
+    """Where a worker waits while it closes."""
+    return request.param
+
+
 @contextlib.contextmanager
-def closing(stage: Stage, victim: str) -> Iterator[None]:
+def closing(stage: Stage, victim: str, delay: Any) -> Iterator[None]:
     """Close a worker: inside the block its runs are closed, and after it the worker is gone."""
     worker = stage.worker_at(victim)
     stage.closed.append(worker)
     shuffles = worker.plugins["shuffle"]
     with Gate() as gate:
-        stage.tell(victim, _linger, gate.path)
+        stage.tell(victim, delay, gate.path)
 
         async def begin() -> asyncio.Task[Any]:
             return asyncio.create_task(worker.close(nanny=False))
@@ -89,7 +108,7 @@ def assert_it_ran_again_and_left_nothing(stage: Stage, outputs: list[Any]) -> No
     assert_nothing_left(stage.client, *stage.closed)
 
 
-def test_unsent_messages_of_a_closing_sender_do_not_count(stage: Stage) -> None:
+def test_unsent_messages_of_a_closing_sender_do_not_count(stage: Stage, delay: Any) -> None:
     """The sender has dropped them, and must not report them as delivered."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
@@ -102,14 +121,14 @@ def test_unsent_messages_of_a_closing_sender_do_not_count(stage: Stage) -> None:
         asked.open()
         run = next(iter(worker.plugins["shuffle"].shuffle_runs._runs))
         until(lambda: run.transferred, "the barrier does not ask the sender")
-        with closing(stage, victim):
+        with closing(stage, victim, delay):
             taken.open()
             until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
 
 
-def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
+def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage, delay: Any) -> None:
     """Its shards were delivered, but the sender has no record of it any more."""
     victim = stage.addresses("sender")[0]
     worker = stage.worker_at(victim)
@@ -117,7 +136,7 @@ def test_barrier_asks_a_sender_that_has_closed_its_runs(stage: Stage) -> None:
         stage.tell(victim, gates.hold, "barrier", asked.path)
         outputs = stage.shuffle()
         asked.wait_for()
-        with closing(stage, victim):
+        with closing(stage, victim, delay):
             asked.open()
             until(lambda: _is_held(worker) or is_done(outputs), "no answer and no wait")
         assert_same_partitions(stage.results(outputs), expected())
@@ -143,8 +162,26 @@ def test_messages_wait_for_the_next_run_of_a_closing_receiver(stage: Stage) -> N
     with Gate() as made:
         outputs = stage.shuffle(gate=made.path)
         made.wait_for(2)
-        with closing(stage, victim):
+        with closing(stage, victim, _linger):
             made.open()
             until(lambda: refused or is_done(outputs), "nothing is refused")
         assert_same_partitions(stage.results(outputs), expected())
     assert_it_ran_again_and_left_nothing(stage, outputs)
+
+
+def test_a_worker_without_connections_refuses_messages_quietly(stage: Stage, caplog: Any) -> None:
+    """They come on connections that peers had opened before."""
+    victim = stage.addresses("receiver")[0]
+    receive = stage.worker_at(victim).handlers["shuffle_receive"]
+    with Gate() as made:
+        outputs = stage.shuffle(gate=made.path)
+        made.wait_for(2)
+        with closing(stage, victim, _linger_without_connections):
+            answer = stage.cluster.sync(receive, shuffle_id="any", run_id=1, data={})
+            made.open()
+        assert_same_partitions(stage.results(outputs), expected())
+    assert answer["status"] == "error"
+    assert type(loads(answer["exception"].data)) is ShuffleClosedError
+    assert "Exception while handling op" not in caplog.text
+    stage.forget(outputs)
+    assert_nothing_left(stage.client, *stage.closed)

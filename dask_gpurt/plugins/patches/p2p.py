@@ -397,10 +397,11 @@ class RunLookup:
         async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> None:
             try:
                 await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
-            except ShuffleClosedError:
+            except RuntimeError:
                 if worker.status == Status.closing:
-                    # The worker is about to leave, which restarts the shuffle. An answer before
-                    # that would end the computation.
+                    # The run is closed, or the connections on which to ask for it are. The worker
+                    # is about to leave, which restarts the shuffle. An answer before that would
+                    # end the computation.
                     await worker.finished()
                 raise
             except P2POutOfDiskError as error:
@@ -415,6 +416,12 @@ class RunLookup:
                 # The shuffle restarts, or gives up. Dask would log an error of a handler with its
                 # traceback, and the sender would take a full disk for a lost connection.
                 return error_message(error)
+            except RuntimeError as error:
+                if worker.status != Status.closing:
+                    raise
+                # As in `inputs_done`. The sender waits until this worker has left.
+                closed = error if isinstance(error, ShuffleClosedError) else ShuffleClosedError()
+                return error_message(closed)
 
         worker.handlers["shuffle_inputs_done"] = inputs_done
         worker.handlers["shuffle_receive"] = receive
