@@ -460,13 +460,13 @@ class TieredStore(MutableMappingABC[Hashable, Any]):
         for key in [*self]:
             del self[key]
 
-    def evict(self) -> int:
-        """Begin to evict one value; return its bytes, or -1 if there is none.
+    def evict(self, n_values: int = 1) -> int:
+        """Begin to evict values; return their bytes, or -1 if there is none.
 
         Part of Dask's protocol for stores that can evict.
         """
         with self._lock:
-            leaving_nbytes = self.residency.evict_now(HOST, 1)
+            leaving_nbytes = self.residency.evict_first(HOST, n_values)
             self._carrier.begin(self.residency.take_moves())
         return leaving_nbytes or -1
 

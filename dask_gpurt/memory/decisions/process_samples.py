@@ -14,6 +14,9 @@ RELEASE_INTERVAL_S = 0.5
 #: Samples whose median counts, because each task changes the memory for a while. A process that is
 #: over its limit for as many samples stays there.
 SAMPLES = 5
+#: Most values that leave at once because the process is over its limit: some 10 ms of the event
+#: loop.
+MOST_LEAVING = 1_000
 
 
 class ProcessSamples:
@@ -78,6 +81,7 @@ class ProcessSamples:
         """Return how many of `n_values` take as much as the process is over its limit.
 
         They may be larger than their measured sizes, so each has an equal share of the process.
+        The number is limited, so that the event loop is not blocked.
         """
         process_nbytes = self.limit_nbytes + self.over_nbytes
-        return -(-n_values * self.over_nbytes // process_nbytes)
+        return min(MOST_LEAVING, -(-n_values * self.over_nbytes // process_nbytes))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
@@ -331,6 +332,19 @@ class Residency:
                 if before - staying >= nbytes:
                     break
         return before - staying
+
+    def evict_first(self, number: int, n_values: int) -> int:
+        """Decide to evict some values from a level, as `evict_now`; return the bytes it frees."""
+        level = self.levels[number]
+        before_nbytes = level.used_nbytes - level.leaving_nbytes
+        leaving = (
+            value
+            for value in self._victims(number, frozenset())
+            if self._evict(value, number, is_limited=False)
+        )
+        for _ in islice(leaving, n_values):
+            pass
+        return before_nbytes - (level.used_nbytes - level.leaving_nbytes)
 
     # ------------------------------------------------------------------ inside
 

@@ -422,8 +422,7 @@ class ManagedMemory:
         if self._eviction is not None and not self._eviction.done():
             return
         members = self.store.residency.levels[HOST].members
-        for _ in range(samples.n_leaving(len(members))):
-            self.store.evict()
+        self.store.evict(samples.n_leaving(len(members)))
         if members or samples.n_over % SAMPLES == 0:
             self._eviction = self._writes.submit(_call_and_log, malloc.trim, path="release")
         if not members and samples.n_over == SAMPLES:

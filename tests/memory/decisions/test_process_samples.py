@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.memory.decisions.process_samples import SAMPLES, ProcessSamples
+from dask_gpurt.memory.decisions.process_samples import MOST_LEAVING, SAMPLES, ProcessSamples
 
 LIMIT = 1_000
 
@@ -50,7 +50,14 @@ def test_one_sample_below_the_limit_ends_the_excess():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "n_values", "n"), [(1_250, 100, 20), (1_001, 100, 1), (1_250, 3, 1), (1_250, 0, 0)]
+    ("nbytes", "n_values", "n"),
+    [
+        (1_250, 100, 20),
+        (1_001, 100, 1),
+        (1_250, 3, 1),
+        (1_250, 0, 0),
+        (1_250, 10**6, MOST_LEAVING),
+    ],
 )
 def test_values_leave_in_proportion_to_the_excess(nbytes, n_values, n):
     samples, _ = samples_every(0.125, 1, nbytes)

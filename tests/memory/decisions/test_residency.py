@@ -456,6 +456,25 @@ def test_decisions_are_quick_if_nothing_can_be_evicted(how, monkeypatch):
     assert len(looked_at) <= 2 * 10
 
 
+def test_evicting_many_looks_at_each_value_once(monkeypatch):
+    looked_at, may_leave = [], Residency._may_leave
+
+    def counted(residency, value, number):
+        looked_at.append(value.key)
+        return may_leave(residency, value, number)
+
+    monkeypatch.setattr(Residency, "_may_leave", counted)
+    residency = two_levels(None)
+    for number in range(1_000):
+        residency.insert(number, 30)
+    residency.pin(residency.values[0])
+    assert residency.evict_first(0, 400) == 400 * 30
+    assert len(residency.take_moves()) == 400
+    assert len(looked_at) <= 401
+    # No value is left but the pinned one.
+    assert residency.evict_first(0, 1_000) == 599 * 30
+
+
 def test_a_clean_value_leaves_although_the_disk_is_full():
     residency = two_levels(100)
     for key in "abcdef":
