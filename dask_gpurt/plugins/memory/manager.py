@@ -145,6 +145,7 @@ class ManagedMemory:
             self.store = self._new_store(settings)
             self._task_order = TaskOrder(self._worker, self.store.is_spilled)
             undo.callback(self._task_order.uninstall)
+            self._first_users = worker_memory.FirstUsers(self._worker, self._task_order.dequeued)
             self._data_server = DataServer(self._worker, self.store, self._reads, self._digest)
             objects, spilled = worker_memory.take_over(self._stock)
             undo.callback(self._stock.update, objects)
@@ -284,8 +285,8 @@ class ManagedMemory:
     # ------------------------------------------------------------------ next uses
 
     def _next_use(self, key: Hashable) -> Any:
-        users = worker_memory.local_users(self._worker, key, self._task_order.dequeued)
-        first = self._task_order.use(users, in_memory=not self.store.is_spilled(key))
+        user = self._first_users.of(key)
+        first = self._task_order.use(user, in_memory=not self.store.is_spilled(key))
         here = assigned_use(first) if first is not None else None
         hint = self._hints.get(key)
         if here is None or hint is None:
@@ -314,7 +315,7 @@ class ManagedMemory:
     async def _query_next_uses(self) -> None:
         """Ask the scheduler about the next uses of values that no task here waits for."""
         began = self._loop.time()
-        unknown = (key for key in self.store if not worker_memory.local_users(self._worker, key))
+        unknown = (key for key in self.store if self._first_users.of(key) is None)
         keys = list(islice(unknown, MAX_QUERIED))
         pause_s = (self._loop.time() - began) / QUERY_SHARE
         try:

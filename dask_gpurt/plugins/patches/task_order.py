@@ -14,13 +14,14 @@ inputs of tasks that run before it.
 | what | why | taken back by |
 |---|---|---|
 | `WorkerState.ready`, a `HeapSet`, and its `pop` | selects the next task | `TaskOrder.uninstall` |
+| `HeapSet._heap`, `._data` | the first tasks of a long queue, without sorting it | |
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterator
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from distributed.collections import HeapSet
@@ -60,6 +61,21 @@ class _Ready(HeapSet[Any]):
         chosen = self._choose(self.peek())
         self.discard(chosen)
         return chosen
+
+    def peekn(self, n: int) -> Iterator[Any]:
+        """Yield the first `n` tasks in order. Stock's method sorts the whole queue."""
+        # An entry and its place in the heap, where the entries after it are at 2 i + 1 and 2 i + 2.
+        nearest = [(entry, 0) for entry in self._heap[:1]]
+        # A task that was removed and added again may have two entries.
+        seen: set[Any] = set()
+        while nearest and len(seen) < n:
+            entry, place = heappop(nearest)
+            task = entry[-1]()
+            if task in self._data and task not in seen:
+                seen.add(task)
+                yield task
+            for after in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
+                heappush(nearest, (self._heap[after], after))
 
 
 class TaskOrder:
@@ -105,9 +121,8 @@ class TaskOrder:
         else:
             self._reductions.discard(prefix)
 
-    def use(self, users: Iterable[Any], *, in_memory: bool) -> tuple[float, ...] | None:
-        """Return the priority of the first of some tasks to use a value; None without tasks."""
-        first = min(users, key=_priority, default=None)
+    def use(self, first: Any, *, in_memory: bool) -> tuple[float, ...] | None:
+        """Return the priority at which the first user of a value runs; None without a user."""
         if first is None:
             return None
         priority = _priority(first)
@@ -131,7 +146,7 @@ class TaskOrder:
         kind = _kind(first)
         n_begun = self._state.executed_count
         if kind != self._found_kind or (not self._found and n_begun >= self._next_scan):
-            scanned = list(islice(self._state.ready.sorted(), MAX_SCANNED))
+            scanned = list(self._state.ready.peekn(MAX_SCANNED))
             self._found_kind = kind
             self._next_scan = n_begun + max(TASKS_BETWEEN_SCANS, len(scanned) // SCANNED_PER_TASK)
             self._found = deque(

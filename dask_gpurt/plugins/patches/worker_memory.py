@@ -41,10 +41,12 @@ from collections.abc import (
     Hashable,
     Iterable,
     Iterator,
+    Mapping,
     MutableMapping,
 )
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 from dask.utils import format_bytes
 from distributed.comm.addressing import get_address_host
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
 __all__ = [
+    "FirstUsers",
     "SpillBuffer",
     "StoreSwap",
     "inputs",
@@ -68,7 +71,6 @@ __all__ = [
     "cannot_begin",
     "is_closing",
     "is_monitored",
-    "local_users",
     "next_uses",
     "on_disk",
     "put_on_disk",
@@ -277,22 +279,43 @@ def warn_of_unmanaged(process_nbytes: int) -> None:
     )
 
 
-def local_users(
-    worker: Worker, key: Hashable, dequeued: Collection[Hashable] = frozenset()
-) -> list[Any]:
-    """Return the tasks on this worker that will use a value.
+class FirstUsers:
+    """The first task on a worker that will use each value.
+
+    A value may have thousands of users, also those that have ended and are still held. So its
+    first user is remembered while that one waits and none is added or removed.
 
     Parameters
     ----------
     dequeued
         Keys of tasks that have left the worker's queue but not begun.
     """
-    task = worker.state.tasks.get(key)  # type: ignore[call-overload]
-    if task is None:
-        return []
-    # A copy: the event loop may add dependents while another thread makes room for an allocation.
-    users = list(task.dependents)
-    return [user for user in users if user.state in _WILL_USE or user.key in dequeued]
+
+    def __init__(self, worker: Worker, dequeued: Collection[Hashable] = frozenset()) -> None:
+        self._tasks: Mapping[Any, Any] = worker.state.tasks
+        self._dequeued = dequeued
+        #: By value: how many users it had, and the first one. A task refers to its inputs, so a
+        #: strong reference to it would keep the value for ever.
+        self._known: WeakKeyDictionary[Any, tuple[int, ref[Any]]] = WeakKeyDictionary()
+
+    def of(self, key: Hashable) -> Any:
+        """Return the task that will use a value first; None if no task here will."""
+        value = self._tasks.get(key)
+        if value is None:
+            return None
+        if (known := self._known.get(value)) is not None:
+            n_users, first = known[0], known[1]()
+            if first is not None and n_users == len(value.dependents) and self._will_use(first):
+                return first
+        # A copy: the event loop may add users while another thread makes room for an allocation.
+        users = list(value.dependents)
+        first = min(filter(self._will_use, users), key=lambda user: user.priority, default=None)
+        if first is not None:
+            self._known[value] = len(users), ref(first)
+        return first
+
+    def _will_use(self, user: Any) -> bool:
+        return user.state in _WILL_USE or user.key in self._dequeued
 
 
 def queued(worker: Worker, n_tasks: int) -> list[Any]:

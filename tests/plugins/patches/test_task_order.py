@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -132,12 +133,12 @@ def test_queue_is_not_scanned_for_every_task() -> None:
         *totals(2 * TASKS_BETWEEN_SCANS), spilled={f"x{n}" for n in range(2 * TASKS_BETWEEN_SCANS)}
     )
     looks = 0
-    in_order = queue.state.ready.sorted
+    first_of = queue.state.ready.peekn
 
-    def counting() -> Any:
+    def counting(n: int) -> Any:
         nonlocal looks
         looks += 1
-        return in_order()
+        return first_of(n)
 
     queue.state.ready = CountingReady(queue.state.ready, counting)
     queue.order()
@@ -163,9 +164,9 @@ def test_scan_of_a_very_long_queue_is_bounded() -> None:
 
 
 class CountingReady:
-    def __init__(self, ready: Any, in_order: Any) -> None:
+    def __init__(self, ready: Any, peekn: Any) -> None:
         self._ready = ready
-        self.sorted = in_order
+        self.peekn = peekn
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -178,14 +179,31 @@ def test_eviction_sees_the_same_order() -> None:
     queue = Queue(spilled=set())
     first, second = totals(2)
     use = queue.task_order.use
-    assert use([second, first], in_memory=False) == first.priority
-    at_home = use([second], in_memory=True)
+    assert use(first, in_memory=False) == first.priority
+    at_home = use(second, in_memory=True)
     assert at_home is not None
     assert at_home < first.priority
-    assert use([Task("other", 1)], in_memory=True) == (0, 1, 1, -1)
+    assert use(Task("other", 1), in_memory=True) == (0, 1, 1, -1)
     # Never before tasks of a graph that was submitted earlier.
     assert at_home > (0, 0, 10**9, 0)
-    assert use([], in_memory=True) is None
+    assert use(None, in_memory=True) is None
+
+
+def test_the_first_tasks_are_found_without_sorting() -> None:
+    rng = random.Random(0)
+    queue = Queue(*(Task("other", rng.randrange(50)) for _ in range(200)), spilled=set())
+    ready = queue.state.ready
+    while ready:
+        in_order = list(HeapSet.peekn(ready, 200))
+        for n in (0, 1, 7, 300):
+            assert list(ready.peekn(n)) == in_order[:n]
+        # Removed tasks leave entries in the heap.
+        for task in rng.sample(in_order, min(30, len(in_order))):
+            ready.discard(task)
+        for task in in_order[:5]:
+            ready.add(task)
+        for _ in range(min(6, len(ready))):
+            ready.pop()
 
 
 def test_queue_is_restored() -> None:

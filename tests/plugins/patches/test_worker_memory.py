@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections import UserDict
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 from distributed import Client, LocalCluster, Worker, get_client
@@ -21,6 +22,18 @@ from distributed.worker_state_machine import (
 
 from dask_gpurt.plugins.patches import worker_memory
 from tests.failure.gates import DEADLINE_S, Gate, pass_gate
+
+
+class Used:
+    """A value, and the tasks that depend on it."""
+
+    def __init__(self, dependents):
+        self.dependents = dependents
+
+
+class User:
+    def __init__(self, state, number):
+        self.key, self.state, self.priority = state, state, (number,)
 
 
 def test_task_runs_through_the_instance_method():
@@ -153,13 +166,59 @@ def test_worker_tasks_have_the_expected_states_and_fields():
 def test_users_of_a_value_are_found():
     """A task that left the queue is known by its key only until it starts."""
     states = ["waiting", "ready", "constrained", "executing", "memory"]
-    users = [SimpleNamespace(key=state, state=state) for state in states]
-    worker = SimpleNamespace(state=SimpleNamespace(tasks={"x": SimpleNamespace(dependents=users)}))
-    found = worker_memory.local_users(worker, "x")
-    assert [user.key for user in found] == states[:3]
-    found = worker_memory.local_users(worker, "x", {"executing"})
-    assert [user.key for user in found] == states[:4]
-    assert worker_memory.local_users(worker, "y") == []
+    users = [User(state, priority) for priority, state in enumerate(reversed(states))]
+    value = Used(set(users))
+    worker = SimpleNamespace(state=SimpleNamespace(tasks={"x": value}))
+    dequeued = {"executing"}
+    first_users = worker_memory.FirstUsers(worker, dequeued)
+    for expected in ("executing", "constrained", "ready", "waiting", None):
+        first = first_users.of("x")
+        assert (first and first.key) == expected
+        # As when it begins: it is neither queued nor about to begin.
+        if first is not None:
+            first.state = "executing"
+        dequeued.clear()
+    assert first_users.of("y") is None
+
+
+def test_an_earlier_user_that_comes_later_is_first():
+    value = Used({User("ready", 2)})
+    first_users = worker_memory.FirstUsers(
+        SimpleNamespace(state=SimpleNamespace(tasks={"x": value}))
+    )
+    assert first_users.of("x").priority == (2,)
+    value.dependents.add(User("waiting", 1))
+    assert first_users.of("x").priority == (1,)
+
+
+def test_the_first_user_is_found_without_a_pass_over_all():
+    asked = []
+
+    class Watched(User):
+        def __getattribute__(self, name):
+            if name == "state":
+                asked.append(self)
+            return super().__getattribute__(name)
+
+    value = Used({Watched("ready", number) for number in range(1_000)})
+    first_users = worker_memory.FirstUsers(
+        SimpleNamespace(state=SimpleNamespace(tasks={"x": value}))
+    )
+    for _ in range(100):
+        assert first_users.of("x").priority == (0,)
+    assert len(asked) <= 1_000 + 100
+
+
+def test_what_is_remembered_keeps_no_task_alive():
+    tasks = {"x": Used(set())}
+    user = User("ready", 1)
+    user.dependencies = {tasks["x"]}
+    tasks["x"].dependents.add(user)
+    first_users = worker_memory.FirstUsers(SimpleNamespace(state=SimpleNamespace(tasks=tasks)))
+    assert first_users.of("x") is user
+    value, _ = ref(tasks["x"]), tasks["x"].dependents.clear()
+    del user, tasks["x"]
+    assert value() is None and not first_users._known
 
 
 def test_freed_value_is_reported_to_the_scheduler():
