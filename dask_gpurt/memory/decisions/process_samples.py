@@ -14,6 +14,8 @@ RELEASE_INTERVAL_S = 0.5
 #: Samples whose median counts, because each task changes the memory for a while. A process that is
 #: over its limit for as many samples stays there.
 SAMPLES = 5
+#: Share of the least room for values that is left to them in a process without room.
+CROWDED_SHARE = 0.2
 #: Most values that leave at once because the process is over its limit: some 10 ms of the event
 #: loop.
 MOST_LEAVING = 1_000
@@ -39,6 +41,7 @@ class ProcessSamples:
         self.limit_nbytes = limit_nbytes
         self.over_nbytes = -limit_nbytes
         self.n_over = 0
+        self._is_crowded = False
         self._unmanaged: deque[int] = deque(maxlen=SAMPLES)
         self._sampled_at = self._released_at = now
 
@@ -76,6 +79,20 @@ class ProcessSamples:
     def is_over_for_long(self) -> bool:
         """Whether the process was over its limit at the last `SAMPLES` samples."""
         return self.n_over >= SAMPLES
+
+    def capacity_nbytes(self, room_nbytes: int, least_nbytes: int) -> int:
+        """Return how much values may take where `room_nbytes` are left for them.
+
+        They get `least_nbytes` even if less is left, since tasks may free their own memory soon.
+        Once the process has been over its limit for long, values get what is left, until that is
+        enough again. Otherwise the process would be over its limit again after each eviction.
+        """
+        if room_nbytes >= least_nbytes:
+            self._is_crowded = False
+        elif self.is_over_for_long:
+            self._is_crowded = True
+        share = CROWDED_SHARE if self._is_crowded else 1.0
+        return max(room_nbytes, int(share * least_nbytes))
 
     def n_leaving(self, n_values: int) -> int:
         """Return how many of `n_values` take as much as the process is over its limit.

@@ -363,11 +363,9 @@ class ManagedMemory:
         self._digest_io()
         now = self._loop.time()
         room = self._target_nbytes
-        shards_nbytes = self._runtime.shards_nbytes()
-        pinned_nbytes = self._levels.pinned_nbytes
-        samples = self._samples
-        if samples is not None:
-            managed_nbytes = self.store.managed_nbytes + shards_nbytes + pinned_nbytes
+        others_nbytes = self._runtime.shards_nbytes() + self._levels.pinned_nbytes
+        if (samples := self._samples) is not None:
+            managed_nbytes = self.store.managed_nbytes + others_nbytes
             is_releasing = self._release is not None and not self._release.done()
             if samples.take(now, process_nbytes, managed_nbytes, is_releasing=is_releasing):
                 # Not awaited: it may queue behind a large write, and Dask decides whether to pause
@@ -379,8 +377,10 @@ class ManagedMemory:
             if process_nbytes < self._target_nbytes:
                 self._runtime.relax_budget()
             room = min(room, samples.limit_nbytes - samples.unmanaged_nbytes)
-        room -= shards_nbytes + pinned_nbytes
-        self.store.set_capacity(max(room, int(LEAST_SHARE * self._target_nbytes)))
+        room -= others_nbytes
+        least = int(LEAST_SHARE * self._target_nbytes)
+        room = samples.capacity_nbytes(room, least) if samples else max(room, least)
+        self.store.set_capacity(room)
         self._fit_device()
         self.store.retry(now)
         self._check_failed_reads(now)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.memory.decisions.process_samples import MOST_LEAVING, SAMPLES, ProcessSamples
+from dask_gpurt.memory.decisions.process_samples import (
+    CROWDED_SHARE,
+    MOST_LEAVING,
+    SAMPLES,
+    ProcessSamples,
+)
 
 LIMIT = 1_000
 
@@ -47,6 +52,22 @@ def test_one_sample_below_the_limit_ends_the_excess():
     assert samples.is_over_for_long
     samples.take(2.0, LIMIT, 0, is_releasing=False)
     assert not samples.is_over_for_long
+
+
+def test_values_get_what_is_left_in_a_crowded_process():
+    samples, _ = samples_every(0.125, SAMPLES - 1, LIMIT + 1)
+    assert samples.capacity_nbytes(30, 100) == 100
+    samples.take(9.0, LIMIT + 1, 0, is_releasing=True)
+    assert samples.is_over_for_long
+    assert samples.capacity_nbytes(30, 100) == 30
+    # Tasks need some room, one at a time.
+    assert samples.capacity_nbytes(-50, 100) == 100 * CROWDED_SHARE
+    samples.take(9.1, LIMIT - 70, 0, is_releasing=True)
+    assert not samples.is_over_for_long
+    # With more values, the process would be over its limit again.
+    assert samples.capacity_nbytes(30, 100) == 30
+    assert samples.capacity_nbytes(100, 100) == 100
+    assert samples.capacity_nbytes(30, 100) == 100
 
 
 @pytest.mark.parametrize(
