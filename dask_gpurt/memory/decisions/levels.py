@@ -31,6 +31,8 @@ class Value:
     pins: int = 0
     #: A task has just used it. If no other use is known, the scheduler probably releases it soon.
     eviction_deferred: bool = False
+    #: A task got the object while it was being written. It may have changed it.
+    may_have_changed: bool = False
     #: Levels that never take the value: tiers that refuse it, and its top level if the object
     #: cannot be restored.
     refused: set[int] = field(default_factory=set)

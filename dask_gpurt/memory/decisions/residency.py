@@ -117,12 +117,13 @@ class Residency:
         if value is None:
             return False
         value.moving = None
-        self._add(value, move.target, nbytes)
         self.levels[move.target].note_room()
         self.levels[move.source].leaving_nbytes -= value.copies[move.source]
-        # If a task has pinned the value meanwhile, both stay: the value is now clean.
-        if move.source != value.top_level or not value.pins:
-            self._drop(value, move.source)
+        if move.source == value.top_level and value.may_have_changed:
+            # The copy may have a part of the old content and a part of the new one.
+            return False
+        self._add(value, move.target, nbytes)
+        self._drop(value, move.source)
         return True
 
     def put_cancelled(self, move: Put) -> None:
@@ -202,8 +203,9 @@ class Residency:
             level.retry(now_s)
 
     def pin(self, value: Value) -> None:
-        """Keep an object in memory. A write in flight goes on, and makes the value clean."""
+        """Keep an object in memory, for a task. A write in flight will be useless."""
         value.pins += 1
+        value.may_have_changed = True
         value.last_used = self._tick()
         self._order(value, value.top_level).changed()
 
@@ -363,6 +365,7 @@ class Residency:
             return False
         move = Put(value.key, value.serial, number, below)
         value.moving = move
+        value.may_have_changed = False
         self._puts += 1
         self.levels[number].leaving_nbytes += value.copies[number]
         self._decided.append(move)
