@@ -12,7 +12,11 @@ from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 
 import dask_gpurt
-from dask_gpurt.plugins.memory.gc_freeze import MANY_MODULES, GcFreeze
+from dask_gpurt.plugins.memory.gc_freeze import (
+    CHECKS_PER_COLLECTION,
+    MANY_MODULES,
+    GcFreeze,
+)
 
 NANNY = "tcp://192.0.2.1:1"
 
@@ -86,6 +90,23 @@ def test_libraries_that_tasks_import_are_frozen(monkeypatch):
     assert not is_collected(reference)
     frozen.close()
     assert is_collected(reference)
+
+
+def test_frozen_garbage_is_collected_when_there_is_no_task():
+    worker = worker_with(data={}, tasks={})
+    model = Cycle()
+    reference = weakref.ref(model)
+    frozen = GcFreeze(worker)
+    del model
+    for _ in range(CHECKS_PER_COLLECTION - 1):
+        frozen.renew()
+    worker.state.tasks["x"] = None
+    frozen.renew()
+    assert reference() is not None, "not while there are tasks"
+    del worker.state.tasks["x"]
+    frozen.renew()
+    assert reference() is None
+    assert gc.get_freeze_count(), "the rest is frozen again"
 
 
 def test_few_new_modules_are_not_frozen(monkeypatch):
