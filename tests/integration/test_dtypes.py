@@ -122,6 +122,12 @@ AS_SENT = {
         ["a", "b"] * (N // 2), pa.dictionary(pa.int32(), pa.string())
     ),
     "categorical of intervals": lambda rng, i: pd.Categorical(pd.interval_range(0, N)),
+    "arrow string": lambda rng, i: pd.array(
+        [*"abc", None] * (N // 4), dtype=pd.ArrowDtype(pa.string())
+    ),
+    "categorical of strings with NA": lambda rng, i: pd.Categorical(
+        pd.array([*"abc", None] * (N // 4), dtype="string[pyarrow]")
+    ),
     "categorical of datetimes with a zone": lambda rng, i: pd.Categorical(
         pd.date_range("2020", periods=N, tz="Asia/Tokyo")
     ),
