@@ -394,15 +394,19 @@ class RunLookup:
         self._worker, self._stock = worker, {name: worker.handlers[name] for name in names}
         stock_inputs_done, stock_receive = self._stock.values()
 
-        async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> None:
+        async def inputs_done(shuffle_id: ShuffleId, run_id: int) -> Any:
             try:
-                await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
-            except RuntimeError:
+                return await stock_inputs_done(shuffle_id=shuffle_id, run_id=run_id)
+            except RuntimeError as error:
                 if worker.status == Status.closing:
                     # The run is closed, or the connections on which to ask for it are. The worker
                     # is about to leave, which restarts the shuffle. An answer before that would
                     # end the computation.
                     await worker.finished()
+                if isinstance(error, ShuffleClosedError):
+                    # The shuffle restarts. The scheduler gets the same error as from stock, but
+                    # no traceback is logged here.
+                    return error_message(error, status="uncaught-error")
                 raise
             except P2POutOfDiskError as error:
                 # Stock's scheduler takes errors of the system for lost connections. It would ask

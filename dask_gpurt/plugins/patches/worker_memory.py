@@ -294,8 +294,9 @@ class FirstUsers:
     def __init__(self, worker: Worker, dequeued: Collection[Hashable] = frozenset()) -> None:
         self._tasks: Mapping[Any, Any] = worker.state.tasks
         self._dequeued = dequeued
-        #: By value: how many users it had, and the first one. A task refers to its inputs, so a
-        #: strong reference to it would keep the value for ever.
+        #: By value: how many users it had, and the first one. One that comes while another goes is
+        #: missed, which costs an eviction at most. A task refers to its inputs, so a strong
+        #: reference to it would keep the value for ever.
         self._known: WeakKeyDictionary[Any, tuple[int, ref[Any]]] = WeakKeyDictionary()
 
     def of(self, key: Hashable) -> Any:

@@ -250,6 +250,21 @@ async def test_a_worker_that_has_to_ask_again_logs_no_error(c, s, a, b):
 
 
 @gen_cluster(client=True, nthreads=[("", 1)] * 2)
+async def test_a_barrier_of_a_closed_run_logs_no_error(c, s, a, b):
+    """A worker has left, so the scheduler has closed the run, and asks for its barrier."""
+    await dask_gpurt.enable(c)
+
+    async def closed(shuffle_id, run_id):
+        raise p2p.ShuffleClosedError("has already been closed")
+
+    a.plugins["shuffle"]._get_shuffle_run = closed
+    with captured_logger("distributed.core") as log:
+        with pytest.raises(p2p.ShuffleClosedError, match="has already been closed"):
+            await b.rpc(a.address).shuffle_inputs_done(shuffle_id="x", run_id=1)
+    assert log.getvalue() == ""
+
+
+@gen_cluster(client=True, nthreads=[("", 1)] * 2)
 async def test_a_worker_without_a_disk_answers_with_its_error(c, s, a, b):
     """Stock raises this error of the system at the sender, which takes it for a lost connection."""
     await dask_gpurt.enable(c)
