@@ -17,7 +17,7 @@ from dask._task_spec import Task
 from dask.array.optimization import optimize
 from distributed import Client, Scheduler, wait
 from distributed.client import FutureCancelledError
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_gpurt.plugins.patches.graphs import graph_swap
 from dask_gpurt.plugins.patches.graphs.graph_swap import GraphSwap
@@ -243,6 +243,16 @@ async def test_a_graph_is_handled_once_it_is_taken_or_refused(c, s, a):
         await c.submit(int, taken, key="refused")
     assert seen == [("taken", True), ("refused", False)]
     swap.uninstall()
+
+
+@gen_cluster(client=True, nthreads=[("", 1)])
+async def test_an_error_of_the_one_who_is_told_harms_no_client(c, s, a):
+    swap = GraphSwap(s, handled=lambda keys: 1 / 0)
+    with captured_logger("dask_gpurt") as log:
+        assert await c.submit(int, 1) == 1
+    assert "ZeroDivisionError" in log.getvalue()
+    swap.uninstall()
+    assert await c.submit(int, 2) == 2
 
 
 @pytest.mark.parametrize("first", [0, 1])

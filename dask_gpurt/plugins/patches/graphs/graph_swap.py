@@ -177,9 +177,15 @@ class _Handler:
                 await self.stock(**message)
             finally:
                 _arriving.reset(token)
-                for swap in tuple(self.swaps):
-                    if swap.handled is not None:
-                        swap.handled(program.wanted)
+                self._tell(program.wanted)
+
+    def _tell(self, keys: frozenset[Any]) -> None:
+        for swap in tuple(self.swaps):
+            if swap.handled is not None:
+                try:
+                    swap.handled(keys)
+                except Exception:  # it would end the connection of the client
+                    logger.exception("the end of a graph's arrival could not be noted")
 
 
 class GraphSwap:
