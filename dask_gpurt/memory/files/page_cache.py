@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+#: Settings of the kernel, in `/proc/sys/vm`. Of each pair, the one in bytes is 0 or wins.
+_SETTINGS = ("dirty_background_bytes", "dirty_background_ratio", "dirty_bytes", "dirty_ratio")
+
 
 class PageCache:
     """The room of this process in the page cache.
@@ -31,6 +34,15 @@ class PageCache:
         # A process hardly ever moves to another group. A container sees its own group as the root.
         self._groups, old = _groups_of_process(proc, groups)
         self._is_told = not any(_is_limited_v1(group) for group in old)
+        # Read once, because this is asked before each write: every file that is read releases the
+        # interpreter's lock some times, and on a busy worker each of them waits for it again.
+        self._settings: dict[str, int] = {}
+        try:
+            for name in _SETTINGS:
+                text = (proc / "sys/vm" / name).read_text(encoding="ascii")
+                self._settings[name] = int(text)
+        except (OSError, ValueError):
+            self._is_told = False
 
     def takes(self, nbytes: int) -> bool:
         """Return whether a file of that size can be written without waiting for the disk."""
@@ -56,13 +68,10 @@ class PageCache:
     def _dirty_share(self, usable_nbytes: int) -> float:
         """Return the share of usable memory that may be dirty before writers wait."""
         background, limit = (
-            self._setting(f"{name}_bytes") / usable_nbytes or self._setting(f"{name}_ratio") / 100
+            self._settings[f"{name}_bytes"] / usable_nbytes or self._settings[f"{name}_ratio"] / 100
             for name in ("dirty_background", "dirty")
         )
         return ((background if background < limit else limit / 2) + limit) / 2
-
-    def _setting(self, name: str) -> int:
-        return int((self._proc / "sys/vm" / name).read_text(encoding="ascii"))
 
 
 def _groups_of_process(proc: Path, mount: Path) -> tuple[list[Path], list[Path]]:
