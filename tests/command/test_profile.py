@@ -41,8 +41,8 @@ def test_a_script_without_a_cluster(shell: Shell) -> None:
     assert "critical path" in done.err and "Traceback" not in without_closing(done.err)
     # The verdict is that of the trace.
     assert done.err.count("nothing stands out") <= 1
-    shuffles = done.err.index("  shuffles  ")
-    assert done.err[shuffles:].splitlines()[1] == ""
+    last = done.err.index("  peak process memory  ")
+    assert done.err[last:].splitlines()[1] == ""
     check_trace(shell.directory / "trace.json.gz")
     again = shell.gpurt("report", "trace.json.gz")
     assert again.code == 0 and again.out.strip() in done.err
