@@ -116,7 +116,8 @@ async def until_json(s, is_so):
     client=True,
     nthreads=[("", 1)] * 2,
     timeout=120,
-    config=MANAGED_ALONE,
+    # The memory manager would drop the second copies, maybe all that a worker has.
+    config={**MANAGED_ALONE, "distributed.scheduler.active-memory-manager.start": False},
     scheduler_kwargs=WITH_DASHBOARD,
     worker_kwargs={"memory_limit": 32 * MIB},
 )
