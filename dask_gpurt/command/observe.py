@@ -62,6 +62,8 @@ class ClusterRecord:
     #: Summaries of shuffles by id and run, the newest at the end, and loads of workers by address.
     shuffles: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     loads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Most bytes that the process of each worker ever took, by address.
+    peaks: dict[str, int] = field(default_factory=dict)
     #: Most threads that workers had in one reading.
     n_threads: int = 0
     #: Every worker that ever reported.
@@ -228,7 +230,7 @@ class Recorder:
             # Imported here, because it loads all of distributed.
             from dask_gpurt.plugins.activation import read_status, scheduler_differs
             from dask_gpurt.plugins.dashboard.gathering import count_tasks
-            from dask_gpurt.plugins.time_spent import stock_figures
+            from dask_gpurt.plugins.time_spent import peak_memory, stock_figures
 
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
@@ -236,6 +238,9 @@ class Recorder:
                 if self._with_stock and ask_workers and not status["active"]:
                     if await scheduler_differs(client) is None:
                         status.update(await stock_figures(client))
+                peaks = {}
+                if ask_workers and await scheduler_differs(client) is None:
+                    peaks = await peak_memory(client)
                 tasks = None
                 if self._with_tasks and await scheduler_differs(client) is None:
                     tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
@@ -246,9 +251,9 @@ class Recorder:
             return INTERVAL_S
         with self._lock:
             record = self._records[address]
-            record.absorb(status)
-            if before is not None:
-                before.absorb(status)
+            for one in filter(None, (record, before)):
+                one.absorb(status)
+                one.peaks |= peaks
             if tasks is not None:
                 record.tasks_done, record.tasks_total = tasks
         rest_s: float = status["rest_s"]
@@ -314,7 +319,15 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         spent += record.spent - before.spent
         shuffles += [one for key, one in record.shuffles.items() if key not in before.shuffles]
         for worker, load in record.loads.items():
-            loads[worker] = _load_since(load, before.loads.get(worker))
+            task_s = before.loads.get(worker, {"task_s": 0.0})["task_s"]
+            peak_nbytes = record.peaks.get(worker, 0)
+            # A process that once took more does not tell how much it takes now.
+            is_new = peak_nbytes > before.peaks.get(worker, 0)
+            loads[worker] = {
+                **load,
+                "task_s": load["task_s"] - task_s,
+                "peak_nbytes": peak_nbytes if is_new else None,
+            }
         runs += record.runs - before.runs
         fallbacks += record.fallbacks - before.fallbacks
         not_ready |= record.not_ready
@@ -342,19 +355,6 @@ def summed(pairs: Collection[tuple[ClusterRecord, ClusterRecord]]) -> CounterSna
         n_threads=sum(record.n_threads for record, _ in pairs),
         shuffles=shuffles,
     )
-
-
-def _load_since(load: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the load of a worker without what it did before."""
-    if before is None:
-        return load
-    # A process that once took more does not tell how much it takes now.
-    is_new = load["peak_nbytes"] > before["peak_nbytes"]
-    return {
-        **load,
-        "task_s": load["task_s"] - before["task_s"],
-        "peak_nbytes": load["peak_nbytes"] if is_new else None,
-    }
 
 
 def scheduler_address(client: Client) -> str:

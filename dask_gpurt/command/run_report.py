@@ -92,7 +92,7 @@ def most_memory_nbytes(report: Mapping[str, Any]) -> int | None:
 
     A worker that ended before the program did is not counted.
     """
-    peaks: list[int | None] = [one["peak_nbytes"] for one in report["workers"].values()]
+    peaks: list[int | None] = [one.get("peak_nbytes") for one in report["workers"].values()]
     known = [one for one in peaks if one is not None]
     return max(known) if known and len(known) == len(peaks) else None
 

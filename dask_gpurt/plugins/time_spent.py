@@ -66,9 +66,8 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
     -------
     dict
         `load`, with the seconds of tasks (`task_s`), `threads`, the processors that the host lets
-        this process use (`cores`), the most memory that the process ever had (`peak_nbytes`), and
-        the `untold` part of `SPENT`, in its order, which the next heartbeat will tell the
-        scheduler.
+        this process use (`cores`), and the `untold` part of `SPENT`, in its order, which the next
+        heartbeat will tell the scheduler.
     """
     untold = spent(dask_worker.digests_total_since_heartbeat).values()
     return {
@@ -76,7 +75,6 @@ def worker_load(dask_worker: Worker) -> dict[str, Any]:
             "threads": dask_worker.state.nthreads,
             "cores": CPU_COUNT,
             "task_s": spent(dask_worker.digests_total)["task_s"],
-            "peak_nbytes": resident_nbytes()["peak"],
             # An integer 0 takes a byte, a float nine; 1,000 workers report.
             "untold": [seconds or 0 for seconds in untold],
         }
@@ -103,6 +101,21 @@ def cluster_spent(dask_scheduler: Scheduler, reports: Iterable[Any] = ()) -> dic
 def without_untold(load: Mapping[str, Any]) -> dict[str, Any]:
     """Return the load of a worker without what `cluster_spent` has taken from it."""
     return {name: value for name, value in load.items() if name != "untold"}
+
+
+def _peak_nbytes() -> int:
+    return resident_nbytes()["peak"]
+
+
+async def peak_memory(client: Client) -> dict[str, int]:
+    """Return the most bytes that each worker's process ever took, by address.
+
+    They are not in the load of a worker: every byte there counts a thousand times in a status.
+    """
+    found: dict[str, int] = await client.run(  # type: ignore[no-untyped-call]
+        _peak_nbytes, on_error="ignore"
+    )
+    return found
 
 
 async def stock_figures(client: Client) -> dict[str, Any]:

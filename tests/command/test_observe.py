@@ -46,7 +46,7 @@ def test_departed_workers_still_count() -> None:
 def test_threads_of_departed_workers_do_not_count() -> None:
     record = ClusterRecord("tcp://s")
     figures = {"spent": {}, "shuffles": []}
-    load = {"load": {"threads": 2, "cores": 4, "task_s": 1.0, "peak_nbytes": 1}}
+    load = {"load": {"threads": 2, "cores": 4, "task_s": 1.0}}
     record.absorb({**status(1), **figures, "workers": {"tcp://a:1": load, "tcp://a:2": load}})
     record.absorb({**status(1), **figures, "workers": {"tcp://a:3": load}})
     found = observe.summed([(record, ClusterRecord("tcp://s"))])
@@ -56,9 +56,10 @@ def test_threads_of_departed_workers_do_not_count() -> None:
 
 def test_the_peak_of_earlier_work_is_not_that_of_a_program() -> None:
     def read(*peaks_nbytes: int) -> ClusterRecord:
-        loads = [{"threads": 1, "cores": 4, "task_s": 1.0, "peak_nbytes": n} for n in peaks_nbytes]
-        workers = {f"tcp://a:{number}": {"load": load} for number, load in enumerate(loads)}
-        record = ClusterRecord("tcp://s")
+        addresses = [f"tcp://a:{number}" for number in range(len(peaks_nbytes))]
+        load = {"threads": 1, "cores": 4, "task_s": 1.0}
+        workers = {address: {"load": load} for address in addresses}
+        record = ClusterRecord("tcp://s", peaks=dict(zip(addresses, peaks_nbytes, strict=True)))
         record.absorb({**status(1), "spent": {}, "shuffles": [], "workers": workers})
         return record
 
