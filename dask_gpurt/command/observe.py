@@ -235,17 +235,17 @@ class Recorder:
             address = scheduler_address(client)
             async with asyncio.timeout(READ_TIMEOUT_S):
                 status = await read_status(client, ask_workers=ask_workers)
-                if self._with_stock and ask_workers and not status["active"]:
-                    if await scheduler_differs(client) is None:
-                        status.update(await stock_figures(client))
-                peaks = {}
-                if ask_workers and await scheduler_differs(client) is None:
-                    peaks = await peak_memory(client)
-                tasks = None
-                if self._with_tasks and await scheduler_differs(client) is None:
-                    tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
-                        count_tasks
-                    )
+                tasks, peaks = None, {}
+                may_ask = ask_workers or self._with_tasks
+                if may_ask and await scheduler_differs(client) is None:
+                    if ask_workers:
+                        peaks = await peak_memory(client)
+                        if self._with_stock and not status["active"]:
+                            status.update(await stock_figures(client))
+                    if self._with_tasks:
+                        tasks = await client.run_on_scheduler(  # type: ignore[no-untyped-call]
+                            count_tasks
+                        )
         except Exception:
             # Observation must never make a script fail.
             return INTERVAL_S
