@@ -427,7 +427,6 @@ class Gangs(SchedulerPlugin):
             if key not in self._of_key or key in self._scheduler.tasks:
                 continue
             gang, rank = self._of_key[key]
-            gang.done.add(rank)
             text = (
                 f"rank {rank} at {gang.workers[rank]} cannot begin: one of its inputs was cancelled"
                 " or lost, or cannot be loaded on the scheduler"
