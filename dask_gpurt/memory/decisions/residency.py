@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 from dask_gpurt.memory.decisions.eviction_order import EvictionOrder
@@ -325,28 +324,24 @@ class Residency:
 
         The number of moves is not limited: the caller carries them out at once.
         """
-        level = self.levels[number]
-        before = staying = level.used_nbytes - level.leaving_nbytes
-        if nbytes > 0:
-            for value in self._victims(number, frozenset()):
-                self._evict(value, number, is_limited=False)
-                staying = level.used_nbytes - level.leaving_nbytes
-                if before - staying >= nbytes:
-                    break
-        return before - staying
+        return self._evict_until(number, lambda freed_nbytes, _: freed_nbytes >= nbytes)
 
     def evict_first(self, number: int, n_values: int) -> int:
         """Decide to evict some values from a level, as `evict_now`; return the bytes it frees."""
+        return self._evict_until(number, lambda _, n_leaving: n_leaving >= n_values)
+
+    def _evict_until(self, number: int, is_enough: Callable[[int, int], bool]) -> int:
         level = self.levels[number]
         before_nbytes = level.used_nbytes - level.leaving_nbytes
-        leaving = (
-            value
-            for value in self._victims(number, frozenset())
-            if self._evict(value, number, is_limited=False)
-        )
-        for _ in islice(leaving, n_values):
-            pass
-        return before_nbytes - (level.used_nbytes - level.leaving_nbytes)
+        freed_nbytes = n_leaving = 0
+        if is_enough(0, 0):
+            return 0
+        for value in self._victims(number, frozenset()):
+            n_leaving += self._evict(value, number, is_limited=False)
+            freed_nbytes = before_nbytes - (level.used_nbytes - level.leaving_nbytes)
+            if is_enough(freed_nbytes, n_leaving):
+                break
+        return freed_nbytes
 
     # ------------------------------------------------------------------ inside
 
